@@ -1,0 +1,120 @@
+"""What the user may set for an engine. Defaults are stated here once; command line, environment and file are read from
+these fields (`help`, `unit` and `kind` of each field's metadata)."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final
+
+from ambidex.core.errors import ConfigError
+
+
+class DeviceKind(StrEnum):
+    """Accelerator. `auto`: CUDA if there is a GPU, else the CPU (then both tiers are pools in DRAM)."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class DTypeChoice(StrEnum):
+    """Format to compute in. `auto`: the checkpoint's 16-bit format on a GPU, fp32 on a CPU without bf16 units."""
+
+    AUTO = "auto"
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+class LoadFormat(StrEnum):
+    """`auto`: what the files are. `dummy`: random weights made from the config alone, for benchmarks."""
+
+    AUTO = "auto"
+    DUMMY = "dummy"
+
+
+class SettingKind(StrEnum):
+    """How the text of a flag or variable is read."""
+
+    TEXT = "text"
+    INT = "int"
+    SIZE = "size"
+    CHOICE = "choice"
+
+
+def _setting(default: object, kind: SettingKind, help_text: str, *, unit: str = "", low: int | None = None) -> Any:
+    return field(default=default, metadata={"kind": kind, "help": help_text, "unit": unit, "low": low})
+
+
+MAX_BLOCK_SIZE: Final = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine; `None` means: chosen from the model and the machine when the engine is built.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    model: str
+    device: DeviceKind = _setting(DeviceKind.AUTO, SettingKind.CHOICE, "accelerator to compute on")
+    dtype: DTypeChoice = _setting(DTypeChoice.AUTO, SettingKind.CHOICE, "number format of weights, activations and KV")
+    load_format: LoadFormat = _setting(
+        LoadFormat.AUTO, SettingKind.CHOICE, "auto reads the model's files; dummy makes random weights from its config"
+    )
+    max_context_len: int | None = _setting(
+        None, SettingKind.INT, "longest prompt and answer together; default: the model's, or what the KV tiers hold",
+        unit="tokens", low=2,
+    )  # fmt: skip
+    block_size: int = _setting(64, SettingKind.INT, "tokens of a KV block", unit="tokens", low=1)
+    gpu_memory: int | None = _setting(
+        None, SettingKind.SIZE, "budget of the accelerator tier for weights, workspace and KV; default: 90 % of what is free",
+        unit="bytes",
+    )  # fmt: skip
+    kv_gpu_tokens: int | None = _setting(
+        None, SettingKind.INT, "tokens of KV on the accelerator tier (rounded up to blocks); default: what gpu-memory leaves",
+        unit="tokens", low=0,
+    )  # fmt: skip
+    dram_memory: int | None = _setting(
+        None, SettingKind.SIZE, "budget of the DRAM tier for KV; default: half of the free memory, at most what requests can use",
+        unit="bytes",
+    )  # fmt: skip
+    num_sink_tokens: int = _setting(
+        64, SettingKind.INT, "first tokens of a context, kept on the accelerator tier", unit="tokens", low=0
+    )
+    recent_window: int | None = _setting(
+        None, SettingKind.INT, "last tokens of a context, kept on the accelerator tier; older ones are demoted to DRAM; "
+        "default: as many as fit", unit="tokens", low=0,
+    )  # fmt: skip
+    max_tokens_per_step: int = _setting(
+        512, SettingKind.INT, "token budget of one step; longer prompts are computed in chunks", unit="tokens", low=1
+    )
+    max_running_requests: int = _setting(64, SettingKind.INT, "requests computed in one step", unit="requests", low=1)
+    num_threads: int | None = _setting(
+        None, SettingKind.INT, "CPU threads; default: the cores this process may use", unit="threads", low=1
+    )
+    seed: int = _setting(0, SettingKind.INT, "seed of dummy weights and of requests without a seed of their own", low=0)
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            value, low = getattr(self, item.name), item.metadata.get("low")
+            if low is not None and value is not None and value < low:
+                raise ConfigError(f"{flag_name(item.name)} is {value}: it must be at least {low}")
+        if self.block_size > MAX_BLOCK_SIZE:
+            raise ConfigError(f"--block-size is {self.block_size}: it must be at most {MAX_BLOCK_SIZE}")
+        for name in ("gpu_memory", "dram_memory"):
+            if (size := getattr(self, name)) is not None and size < 0:
+                raise ConfigError(f"{flag_name(name)} is {size}: it must not be negative")
+        if not self.model:
+            raise ConfigError("no model is named: give a folder, a .gguf file, a Hub id or smollm2")
+
+
+def flag_name(field_name: str) -> str:
+    """`kv_gpu_tokens` → `--kv-gpu-tokens`."""
+    return "--" + field_name.replace("_", "-")
+
+
+def variable_name(field_name: str) -> str:
+    """`kv_gpu_tokens` → `AMBIDEX_KV_GPU_TOKENS`."""
+    return "AMBIDEX_" + field_name.upper()

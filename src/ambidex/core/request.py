@@ -1,0 +1,135 @@
+"""What a client asks for: sampling parameters, the request and its one counter of progress."""
+
+import math
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+
+from ambidex.core.errors import RequestError
+from ambidex.core.ids import RequestId
+
+MAX_LOGPROBS = 20
+"""Alternatives per token that may be asked for (the OpenAI API's limit)."""
+MAX_STOP_STRINGS = 16
+MAX_LOGIT_BIAS = 1024
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class RequestStatus(StrEnum):
+    """Where a request stands; prefill and decode are derived from its progress, never stored."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the answer's tokens are chosen.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. Penalties follow the OpenAI API
+    (`presence`, `frequency`: subtracted from logits of tokens in the answer) and arXiv:1909.05858 (`repetition`: divides
+    positive and multiplies negative logits of tokens in prompt and answer). `seed` None draws one. `logprobs` None is
+    off, n gives the chosen token's log-probability and the n most likely alternatives, before penalties and temperature.
+
+    Raises:
+        RequestError: a value is out of its range.
+    """
+
+    max_output_tokens: int | None = 16
+    min_output_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise RequestError(f"{item.name} is {value}: it must be finite")
+        _check("max_output_tokens", self.max_output_tokens, low=1)
+        _check("min_output_tokens", self.min_output_tokens, low=0)
+        if self.max_output_tokens is not None and self.min_output_tokens > self.max_output_tokens:
+            raise RequestError(
+                f"min_output_tokens {self.min_output_tokens} is above max_output_tokens {self.max_output_tokens}"
+            )
+        _check("temperature", self.temperature, low=0, high=100)
+        _check("top_k", self.top_k, low=0)
+        _check("top_p", self.top_p, low=0, high=1)
+        if self.top_p == 0:
+            raise RequestError("top_p is 0: it must be above 0 (use temperature 0 for greedy)")
+        _check("min_p", self.min_p, low=0, high=1)
+        _check("presence_penalty", self.presence_penalty, low=-2, high=2)
+        _check("frequency_penalty", self.frequency_penalty, low=-2, high=2)
+        if self.repetition_penalty <= 0:
+            raise RequestError(f"repetition_penalty is {self.repetition_penalty}: it must be above 0 (1 is off)")
+        _check("seed", self.seed, low=0, high=2**63 - 1)
+        _check("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(f"{len(self.stop)} stop strings: at most {MAX_STOP_STRINGS}")
+        if any(not text for text in self.stop):
+            raise RequestError("a stop string is empty: leave it out")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError(f"logit_bias has {len(self.logit_bias)} entries: at most {MAX_LOGIT_BIAS}")
+        for token_id, bias in self.logit_bias:
+            if not -100 <= bias <= 100:
+                raise RequestError(f"logit_bias of token {token_id} is {bias}: it must lie in [-100, 100]")
+
+
+def _check(name: str, value: float | None, *, low: float, high: float = math.inf) -> None:
+    if value is not None and not low <= value <= high:
+        limit = f"at least {low}" if high == math.inf else f"in [{low}, {high}]"
+        raise RequestError(f"{name} is {value}: it must be {limit}")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """One request until it finishes; the scheduler owns and changes it.
+
+    `num_computed_tokens` catches up with `num_tokens`; preemption sets it back to 0.
+    """
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    max_total_tokens: int
+    """Prompt and answer together never exceed this."""
+    stop_ids: frozenset[int] = frozenset()
+    """Token ids that end the answer (end-of-text ids unless ignored, and `stop_token_ids`)."""
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and answer so far."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def token_ids(self, start: int, end: int) -> tuple[int, ...]:
+        """Known tokens at positions start … end - 1."""
+        num_prompt = len(self.prompt_token_ids)
+        if end <= num_prompt:
+            return self.prompt_token_ids[start:end]
+        tail = tuple(self.output_token_ids[max(0, start - num_prompt) : end - num_prompt])
+        return self.prompt_token_ids[start:num_prompt] + tail

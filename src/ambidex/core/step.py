@@ -1,0 +1,96 @@
+"""All that crosses the wall between the planes: `StepPlan` goes out, `StepResult` comes back. No tensors, no callables."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ambidex.core.ids import BlockId, Lane, MoveId, RequestId, Tier
+from ambidex.core.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRef:
+    """A block on a tier."""
+
+    tier: Tier
+    block_id: BlockId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMove:
+    """Copy one block (K and V, all layers) to another tier during this step.
+
+    The source stays readable through the whole step; the target is not readable before the move is committed.
+    """
+
+    move_id: MoveId
+    source: BlockRef
+    target: BlockRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRequest:
+    """What the executor must know of a request before its first step."""
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledRequest:
+    """The share of one request in a step.
+
+    Tokens at positions `start` … `start + len(token_ids) - 1` are computed; their K and V go into `blocks`, which cover
+    positions 0 … `start + len(token_ids) - 1` in order. Keys before `start` are read from there.
+    """
+
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+    start: int
+    blocks: tuple[BlockRef, ...]
+    is_sampled: bool
+    """The last token's logits give the next token of the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step: what is computed, which blocks move meanwhile, which requests come and go."""
+
+    requests: tuple[ScheduledRequest, ...] = ()
+    moves: tuple[BlockMove, ...] = ()
+    new_requests: tuple[NewRequest, ...] = ()
+    finished_requests: tuple[RequestId, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return sum(len(request.token_ids) for request in self.requests)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to compute, move or forget."""
+        return not (self.requests or self.moves or self.finished_requests)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledToken:
+    """A chosen token; log-probabilities (natural log) only when asked for."""
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step gave: tokens, requests that failed (with the reason), moves that ended, and measurements."""
+
+    tokens: Mapping[RequestId, SampledToken] = field(default_factory=dict)
+    failures: Mapping[RequestId, str] = field(default_factory=dict)
+    finished_moves: tuple[MoveId, ...] = ()
+    failed_moves: tuple[MoveId, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Wall seconds by section: `prepare`, `forward`, `sample`, `moves`, `total`."""
+    lane_bytes: Mapping[Lane, int] = field(default_factory=dict)
+    """KV bytes that each lane's attention read."""
