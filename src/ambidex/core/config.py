@@ -69,23 +69,25 @@ class EngineConfig:
     )  # fmt: skip
     block_size: int = _setting(64, SettingKind.INT, "tokens of a KV block", unit="tokens", low=1)
     gpu_memory: int | None = _setting(
-        None, SettingKind.SIZE, "budget of the accelerator tier for weights, workspace and KV; default: 90 % of what is free",
+        None, SettingKind.SIZE,
+        "budget of the accelerator tier (weights, workspace, KV); default: 90 % of the free memory",
         unit="bytes",
     )  # fmt: skip
     kv_gpu_tokens: int | None = _setting(
-        None, SettingKind.INT, "tokens of KV on the accelerator tier (rounded up to blocks); default: what gpu-memory leaves",
+        None, SettingKind.INT, "tokens of KV on the accelerator tier, in whole blocks; default: what gpu-memory leaves",
         unit="tokens", low=0,
     )  # fmt: skip
     dram_memory: int | None = _setting(
-        None, SettingKind.SIZE, "budget of the DRAM tier for KV; default: half of the free memory, at most what requests can use",
+        None, SettingKind.SIZE,
+        "budget of the DRAM tier for KV; default: 45 % of the free memory, at most what is used",
         unit="bytes",
     )  # fmt: skip
     num_sink_tokens: int = _setting(
         64, SettingKind.INT, "first tokens of a context, kept on the accelerator tier", unit="tokens", low=0
     )
     recent_window: int | None = _setting(
-        None, SettingKind.INT, "last tokens of a context, kept on the accelerator tier; older ones are demoted to DRAM; "
-        "default: as many as fit", unit="tokens", low=0,
+        None, SettingKind.INT, "last tokens of a context, kept on the accelerator tier; older ones are demoted "
+        "to DRAM; default: as many as fit", unit="tokens", low=0,
     )  # fmt: skip
     max_tokens_per_step: int = _setting(
         512, SettingKind.INT, "token budget of one step; longer prompts are computed in chunks", unit="tokens", low=1
@@ -97,6 +99,8 @@ class EngineConfig:
     seed: int = _setting(0, SettingKind.INT, "seed of dummy weights and of requests without a seed of their own", low=0)
 
     def __post_init__(self) -> None:
+        for name, choices in (("device", DeviceKind), ("dtype", DTypeChoice), ("load_format", LoadFormat)):
+            object.__setattr__(self, name, _choice(name, getattr(self, name), choices))
         for item in dataclasses.fields(self):
             value, low = getattr(self, item.name), item.metadata.get("low")
             if low is not None and value is not None and value < low:
@@ -108,6 +112,15 @@ class EngineConfig:
                 raise ConfigError(f"{flag_name(name)} is {size}: it must not be negative")
         if not self.model:
             raise ConfigError("no model is named: give a folder, a .gguf file, a Hub id or smollm2")
+
+
+def _choice(name: str, value: str, choices: type[StrEnum]) -> StrEnum:
+    """The member that a value names: `"cuda"` is as good as `DeviceKind.CUDA`."""
+    try:
+        return choices(value)
+    except ValueError:
+        known = ", ".join(choices)
+        raise ConfigError(f"{flag_name(name)} is {value!r}: it must be one of {known}") from None
 
 
 def flag_name(field_name: str) -> str:

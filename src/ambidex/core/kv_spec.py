@@ -1,4 +1,4 @@
-"""`KVSpec`: the shape of the KV cache and the bytes that follow from it; allocator, cost model and benchmarks ask here."""
+"""`KVSpec`: the shape of the KV cache and the bytes that follow from it, for allocator, cost model and benchmarks."""
 
 from dataclasses import dataclass
 

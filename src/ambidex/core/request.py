@@ -35,9 +35,10 @@ class SamplingParams:
     """How the answer's tokens are chosen.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. Penalties follow the OpenAI API
-    (`presence`, `frequency`: subtracted from logits of tokens in the answer) and arXiv:1909.05858 (`repetition`: divides
-    positive and multiplies negative logits of tokens in prompt and answer). `seed` None draws one. `logprobs` None is
-    off, n gives the chosen token's log-probability and the n most likely alternatives, before penalties and temperature.
+    (`presence`, `frequency`: subtracted from logits of tokens in the answer) and arXiv:1909.05858 (`repetition`:
+    divides positive and multiplies negative logits of tokens in prompt and answer). `seed` None: derived from the
+    engine's seed. `logprobs` None is off, n gives the chosen token's log-probability and the n most likely
+    alternatives, before penalties and temperature.
 
     Raises:
         RequestError: a value is out of its range.

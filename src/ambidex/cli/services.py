@@ -1,0 +1,97 @@
+"""What the verbs get from outside, as values that a test replaces: the engine, and what they look at of the machine."""
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ambidex.core.config import EngineConfig
+from ambidex.core.request import SamplingParams
+
+if TYPE_CHECKING:
+    from ambidex.engine.outputs import RequestOutput
+    from ambidex.engine.report import EngineReport
+    from ambidex.engine.stats import EngineStats
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes read, bytes in all) while weights load."""
+Messages = Sequence[Mapping[str, str]]
+"""A conversation: `role` and `content` of each message."""
+
+
+class LLMService(Protocol):
+    """The part of `ambidex.LLM` that the verbs use."""
+
+    @property
+    def report(self) -> "EngineReport":
+        """What the settings became."""
+
+    def stats(self) -> "EngineStats":
+        """Counters."""
+
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+    ) -> "Generator[RequestOutput, None, None]":
+        """Answer one prompt, piece by piece; closing the iterator ends the request."""
+
+    def chat_stream(
+        self, messages: Messages, params: SamplingParams | None = None
+    ) -> "Generator[RequestOutput, None, None]":
+        """Answer a conversation, piece by piece."""
+
+    def render_chat(self, messages: Messages) -> list[int]:
+        """Token ids of a conversation."""
+
+    def generate_each(
+        self, prompts: Iterable[tuple[str | Sequence[int], SamplingParams]]
+    ) -> "Generator[tuple[int, RequestOutput], None, None]":
+        """Answer many prompts, each as soon as it is ready."""
+
+    def close(self) -> None:
+        """End all requests."""
+
+
+def make_llm(config: EngineConfig, progress: Progress | None) -> LLMService:
+    """Build the engine; imported here because it brings in torch, which `--help` does not need."""
+    from ambidex.engine.sync import LLM
+
+    return LLM(config, progress=progress)
+
+
+def describe_gpus() -> Sequence[Any]:
+    """The GPUs that torch sees, as dataclasses; imported here for the same reason."""
+    from ambidex.runner.device import describe_gpus
+
+    return describe_gpus()
+
+
+def native_isa() -> str:
+    """The instruction set of the native module.
+
+    Raises:
+        NativeModuleError: it is missing or does not run here.
+    """
+    from ambidex.kernels.cpu.native import isa
+
+    return isa()
+
+
+def package_version(name: str) -> str | None:
+    """Version of an installed package; None if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """All of them; `root` is where `/proc` and `/sys` lie, `hub_cache` the Hub's cache (None: the usual place)."""
+
+    make_llm: Callable[[EngineConfig, Progress | None], LLMService] = make_llm
+    describe_gpus: Callable[[], Sequence[Any]] = describe_gpus
+    native_isa: Callable[[], str] = native_isa
+    package_version: Callable[[str], str | None] = package_version
+    root: Path = field(default=Path("/"))
+    hub_cache: Path | None = None

@@ -1,0 +1,140 @@
+"""How results, reports and progress look. Answers go to stdout, all else to stderr."""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ambidex.core.request import FinishReason, SamplingParams
+from ambidex.core.step import SampledToken
+from ambidex.core.units import format_size
+
+if TYPE_CHECKING:
+    from ambidex.engine.outputs import RequestOutput
+    from ambidex.engine.stats import EngineStats
+
+_PIPE_WIDTH: Final = 240
+"""Columns of a table that goes into a file or pipe: wide enough that no row is broken."""
+
+
+def say(text: str) -> None:
+    """A line that is no part of an answer."""
+    click.echo(text, err=True)
+
+
+def print_json(value: object) -> None:
+    """One JSON text on stdout."""
+    click.echo(json.dumps(value, ensure_ascii=False, indent=2))
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", err: bool = False) -> None:
+    """A table without lines; in a pipe its rows are never broken."""
+    console = Console(stderr=err)
+    if not console.is_terminal:
+        console = Console(stderr=err, width=_PIPE_WIDTH)
+    table = Table(*columns, title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    with console.capture() as capture:
+        console.print(table, highlight=False)
+    click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()), err=err)
+
+
+def stats_rows(stats: "EngineStats") -> list[tuple[str, str]]:
+    """What an engine did, for people."""
+    seconds = stats.seconds.get("total", 0.0)
+    rows = [
+        ("steps", str(stats.num_steps)),
+        ("tokens computed", str(stats.num_computed_tokens)),
+        ("tokens answered", str(stats.num_output_tokens)),
+        *((f"KV on {tier}", f"{format_size(size)} now, {format_size(stats.peak_kv_bytes.get(tier, 0))} at most")
+          for tier, size in stats.kv_bytes.items()),
+        *((f"KV read by {lane} lane", format_size(size)) for lane, size in stats.lane_bytes.items()),
+        ("block moves", f"{stats.num_moves}, {stats.num_failed_moves} failed"),
+        ("preemptions", str(stats.num_preemptions)),
+    ]  # fmt: skip
+    if seconds:
+        rows.append(
+            ("speed", f"{stats.num_output_tokens / seconds:.1f} answered tokens/s over {seconds:.1f} s of steps")
+        )
+    return rows
+
+
+def stats_json(stats: "EngineStats") -> dict[str, Any]:
+    """The same for a script; bytes and seconds."""
+    return {
+        "num_steps": stats.num_steps,
+        "num_computed_tokens": stats.num_computed_tokens,
+        "num_output_tokens": stats.num_output_tokens,
+        "num_preemptions": stats.num_preemptions,
+        "num_moves": stats.num_moves,
+        "num_failed_moves": stats.num_failed_moves,
+        "kv_bytes": dict(stats.kv_bytes),
+        "peak_kv_bytes": dict(stats.peak_kv_bytes),
+        "lane_bytes": dict(stats.lane_bytes),
+        "seconds": dict(stats.seconds),
+    }
+
+
+def answer_json(output: "RequestOutput") -> dict[str, Any]:
+    """An answer for a script."""
+    answer: dict[str, Any] = {
+        "text": output.text,
+        "finish_reason": output.finish_reason,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_output_tokens": len(output.token_ids),
+        "token_ids": list(output.token_ids),
+    }
+    if output.logprobs is not None:
+        answer["logprobs"] = [_logprob_json(token) for token in output.logprobs]
+    return answer
+
+
+def explain_end(output: "RequestOutput", params: SamplingParams) -> None:
+    """Say so if the answer was cut."""
+    if output.finish_reason is not FinishReason.LENGTH:
+        return
+    num_tokens = len(output.token_ids)
+    is_own_limit = num_tokens == params.max_output_tokens
+    limit = "--max-output-tokens" if is_own_limit else "the context limit, --max-context-len"
+    say(f"note: the answer ends after {num_tokens} tokens ({limit})")
+
+
+@contextmanager
+def loading_bar(name: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Progress of loading a model, on a terminal only."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with _progress(TaskProgressColumn(), TimeRemainingColumn()) as bar:
+        task = bar.add_task(f"loading {escape(name)}", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def counting_bar(title: str, *, done: int, total: int) -> Iterator[Callable[[], None]]:
+    """Progress of counted things, on a terminal only; call the result once for each."""
+    with _progress(MofNCompleteColumn(), TimeRemainingColumn()) as bar:
+        task = bar.add_task(title, completed=done, total=total)
+        yield lambda: bar.advance(task)
+
+
+def _progress(*columns: Any) -> Progress:
+    console = Console(stderr=True)
+    text = TextColumn("{task.description}")
+    return Progress(text, BarColumn(), *columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _logprob_json(token: SampledToken) -> dict[str, Any]:
+    return {
+        "token_id": token.token_id,
+        "logprob": token.logprob,
+        "top_logprobs": [{"token_id": token_id, "logprob": logprob} for token_id, logprob in token.top_logprobs],
+    }

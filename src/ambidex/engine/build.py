@@ -1,0 +1,214 @@
+"""The composition root: settings → every object, by hand and in order. Only this module sees both planes."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ambidex.attention.tiered import TieredAttention
+from ambidex.core.config import EngineConfig, LoadFormat
+from ambidex.core.dtypes import DType
+from ambidex.core.ids import Tier
+from ambidex.core.kv_spec import KVSpec
+from ambidex.core.model_spec import ModelSpec
+from ambidex.core.regions import Regions
+from ambidex.core.units import format_size
+from ambidex.engine.core import EngineCore
+from ambidex.engine.engine import Engine
+from ambidex.engine.memory import FreeMemory, MemoryPlan, plan_memory
+from ambidex.engine.report import EngineReport, ReportRow
+from ambidex.formats.locate import ModelSource, find_model
+from ambidex.formats.spec import read_spec
+from ambidex.hw.memory import read_memory
+from ambidex.hw.topology import read_topology
+from ambidex.kv.manager import KVManager
+from ambidex.models.base import CausalLM
+from ambidex.models.registry import build_model
+from ambidex.models.weights import load_weights, make_dummy_weights
+from ambidex.runner.device import TORCH_DTYPES, choose_device, choose_dtype
+from ambidex.runner.runner import Forward, ModelRunner, call_model
+from ambidex.runner.sampler import Sampler
+from ambidex.sched.scheduler import Scheduler
+from ambidex.storage.copy import CopyBlock, CopyEngine, copy_block
+from ambidex.storage.kv_pool import KVPool
+from ambidex.text.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choices:
+    """What was found and decided before anything large is allocated."""
+
+    source: ModelSource
+    spec: ModelSpec
+    device: torch.device
+    dtype: DType
+    dtype_why: str
+    num_threads: int
+    kv: KVSpec
+    memory: MemoryPlan
+
+
+def build_engine(
+    config: EngineConfig,
+    *,
+    progress: Progress | None = None,
+    forward: Forward = call_model,
+    copy: CopyBlock = copy_block,
+) -> Engine:
+    """Load a model and make it ready to answer.
+
+    Args:
+        progress: called with (bytes read, bytes in all) while weights load.
+        forward, copy: how the model is called and how a block is copied; a test hands in ones that fail.
+    Raises:
+        ConfigError, ModelError: the settings or the model cannot be used.
+        MachineError: the machine has not what they need.
+    """
+    choices = _choose(config)
+    tokenizer = load_tokenizer(choices.source)
+    torch.set_num_threads(choices.num_threads)
+    model = _load_model(config, choices, progress)
+    pools = _make_pools(choices)
+    kv_manager = KVManager(
+        choices.memory.num_blocks,
+        Regions(
+            block_size=config.block_size, num_sink_tokens=config.num_sink_tokens, recent_window=config.recent_window
+        ),
+    )
+    scheduler = Scheduler(
+        kv_manager,
+        max_tokens_per_step=config.max_tokens_per_step,
+        max_running_requests=config.max_running_requests,
+        max_context_len=choices.memory.max_context_len,
+        seed=config.seed,
+    )
+    runner = ModelRunner(
+        model=model,
+        attention=TieredAttention(choices.spec, pools),
+        sampler=Sampler(vocab_size=choices.spec.vocab_size, device=choices.device),
+        copies=CopyEngine(pools, copy=copy),
+        device=choices.device,
+        forward=forward,
+    )
+    return Engine(
+        core=EngineCore(scheduler=scheduler, executor=runner),
+        tokenizer=tokenizer,
+        max_context_len=choices.memory.max_context_len,
+        vocab_size=choices.spec.vocab_size,
+        eos_ids=frozenset(choices.spec.eos_ids) | frozenset(tokenizer.eos_ids),
+        report=_report(config, choices, pools),
+        kv_bytes=lambda: {
+            tier: (usage.used + usage.in_flight) * choices.kv.bytes_per_block
+            for tier, usage in kv_manager.usage().items()
+        },
+    )
+
+
+def _choose(config: EngineConfig) -> _Choices:
+    source = find_model(config.model)
+    spec = read_spec(source)
+    topology = read_topology()
+    device = choose_device(config.device)
+    has_bf16 = "avx512_bf16" in topology.cpu_flags
+    dtype, dtype_why = choose_dtype(config.dtype, checkpoint=spec.dtype, device=device, cpu_multiplies_bf16=has_bf16)
+    kv = KVSpec.of(spec, dtype=dtype, block_size=config.block_size)
+    weights_bytes = _weights_bytes(spec, dtype)
+    return _Choices(
+        source=source,
+        spec=spec,
+        device=device,
+        dtype=dtype,
+        dtype_why=dtype_why,
+        num_threads=config.num_threads or topology.num_usable_cores,
+        kv=kv,
+        memory=plan_memory(config, spec, kv, free=_free_memory(device), weights_bytes=weights_bytes),
+    )
+
+
+def _weights_bytes(spec: ModelSpec, dtype: DType) -> int:
+    """Bytes of the parameters, counted on a model without storage."""
+    skeleton = build_model(spec, device=torch.device("meta"), dtype=TORCH_DTYPES[dtype])
+    return sum(parameter.numel() * parameter.element_size() for parameter in skeleton.parameters())
+
+
+def _free_memory(device: torch.device) -> FreeMemory:
+    dram = read_memory().usable_bytes
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return FreeMemory(accelerator=free, dram=dram, is_shared=False)
+    return FreeMemory(accelerator=dram, dram=dram, is_shared=True)
+
+
+def _load_model(config: EngineConfig, choices: _Choices, progress: Progress | None) -> CausalLM:
+    dtype = TORCH_DTYPES[choices.dtype]
+    model = build_model(choices.spec, device=choices.device, dtype=dtype)
+    if config.load_format is LoadFormat.DUMMY:
+        make_dummy_weights(model, seed=config.seed, device=choices.device, dtype=dtype)
+    else:
+        load_weights(model, choices.spec, choices.source, device=choices.device, dtype=dtype, progress=progress)
+    return model.eval()
+
+
+def _make_pools(choices: _Choices) -> dict[Tier, KVPool]:
+    is_cuda = choices.device.type == "cuda"
+    blocks = choices.memory.num_blocks
+    return {
+        Tier.GPU: KVPool(choices.kv, Tier.GPU, blocks[Tier.GPU], device=choices.device, pinned=False),
+        Tier.DRAM: KVPool(
+            choices.kv,
+            Tier.DRAM,
+            blocks[Tier.DRAM],
+            device=torch.device("cpu"),
+            pinned=is_cuda and blocks[Tier.DRAM] > 0,
+        ),
+    }
+
+
+def _report(config: EngineConfig, choices: _Choices, pools: dict[Tier, KVPool]) -> EngineReport:
+    spec, memory, kv = choices.spec, choices.memory, choices.kv
+    facts = [
+        ReportRow(section="model", name="name", value=choices.source.name),
+        ReportRow(section="model", name="architecture", value=spec.architecture),
+        ReportRow(
+            section="model",
+            name="shape",
+            value=f"{spec.num_layers} layers, hidden {spec.hidden_size}, {spec.num_q_heads} query and "
+            f"{spec.num_kv_heads} KV heads of {spec.head_dim}, vocabulary {spec.vocab_size}",
+        ),
+        ReportRow(section="compute", name="device", value=str(choices.device)),
+        ReportRow(section="compute", name="dtype", value=choices.dtype.value, why=choices.dtype_why),
+        ReportRow(section="compute", name="threads", value=str(choices.num_threads)),
+        ReportRow(
+            section="kv",
+            name="max_context_len",
+            value=f"{memory.max_context_len} tokens",
+            why=memory.max_context_reason,
+        ),
+        ReportRow(section="kv", name="bytes_per_token", value=f"{kv.bytes_per_token} B"),
+    ]
+    for tier, pool in pools.items():
+        pinned = f", {'pinned' if pool.is_pinned else 'not pinned'}" if choices.device.type == "cuda" else ""
+        facts.append(
+            ReportRow(
+                section="kv",
+                name=f"{tier}_blocks",
+                value=f"{pool.num_blocks} blocks of {config.block_size} tokens",
+                why=f"{format_size(pool.num_bytes)} on {pool.device}{pinned if tier is Tier.DRAM else ''}",
+            )
+        )
+        facts += [
+            ReportRow(section=f"memory {tier}", name=entry.owner, value=format_size(entry.num_bytes))
+            for entry in memory.ledger.entries(tier)
+        ]
+        facts.append(ReportRow(section=f"memory {tier}", name="budget", value=format_size(memory.ledger.budget(tier))))
+    facts += [
+        ReportRow(section="settings", name=field.name, value=str(getattr(config, field.name)))
+        for field in dataclasses.fields(config)
+    ]
+    return EngineReport(facts=tuple(facts))

@@ -1,0 +1,155 @@
+"""`Engine`: requests in, outputs out. Validates prompts, owns the text side of each request, drives `EngineCore`."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+from ambidex.core.errors import ContextLengthError, InternalError, RequestError
+from ambidex.core.ids import RequestId, Tier
+from ambidex.core.request import FinishReason, Request, SamplingParams
+from ambidex.engine.core import EngineCore
+from ambidex.engine.outputs import AnswerText, RequestOutput
+from ambidex.engine.report import EngineReport
+from ambidex.engine.stats import EngineStats
+from ambidex.text.chat import ChatTemplate
+from ambidex.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+class Engine:
+    """One model with its queue of requests. Not thread-safe: one thread calls it.
+
+    Args:
+        max_context_len: tokens of prompt and answer together, at most.
+        kv_bytes: bytes that requests hold on each tier now.
+    """
+
+    def __init__(
+        self,
+        *,
+        core: EngineCore,
+        tokenizer: Tokenizer,
+        max_context_len: int,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        report: EngineReport,
+        kv_bytes: Callable[[], dict[Tier, int]],
+    ) -> None:
+        self.core = core
+        self.tokenizer = tokenizer
+        self.report = report
+        self.max_context_len = max_context_len
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+        self._kv_bytes = kv_bytes
+        self._live: dict[RequestId, tuple[Request, AnswerText]] = {}
+        self._numbers = itertools.count()
+        self._chat_template = (
+            ChatTemplate(tokenizer.chat_template, bos=tokenizer.bos_token, eos=tokenizer.eos_token)
+            if tokenizer.chat_template is not None
+            else None
+        )
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters since the engine was built."""
+        return self.core.stats
+
+    @property
+    def has_work(self) -> bool:
+        """A step would do something."""
+        return self.core.scheduler.has_work
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, ready for the model's answer.
+
+        Raises:
+            RequestError: the model has no template, or the messages do not fit it.
+        """
+        if self._chat_template is None:
+            raise RequestError("this model brings no chat template: use generate with a plain prompt")
+        text = self._chat_template.render(messages)
+        return self.tokenizer.encode(_valid_text(text), add_special=False)
+
+    def make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """Check a prompt and its parameters; nothing runs yet.
+
+        Raises:
+            RequestError, ContextLengthError: what is wrong with them.
+        """
+        token_ids = self.tokenizer.encode(_valid_text(prompt)) if isinstance(prompt, str) else list(prompt)
+        if not token_ids or prompt == "":
+            raise RequestError("the prompt is empty: give at least one token")
+        self._check_ids("prompt", token_ids)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])
+        if len(token_ids) >= self.max_context_len:
+            raise ContextLengthError(len(token_ids), self.max_context_len)
+        max_total = self.max_context_len
+        if params.max_output_tokens is not None:
+            max_total = min(max_total, len(token_ids) + params.max_output_tokens)
+        eos_ids: frozenset[int] = frozenset() if params.ignore_eos else self._eos_ids
+        return Request(
+            request_id=RequestId(f"req-{next(self._numbers)}"),
+            prompt_token_ids=tuple(token_ids),
+            params=params,
+            max_total_tokens=max_total,
+            stop_ids=eos_ids | frozenset(params.stop_token_ids),
+        )
+
+    def submit(self, request: Request) -> RequestId:
+        """Queue a checked request."""
+        self._live[request.request_id] = (request, AnswerText(self.tokenizer, request.params))
+        self.core.scheduler.add(request)
+        return request.request_id
+
+    def add(self, prompt: Prompt, params: SamplingParams) -> RequestId:
+        """Check and queue."""
+        return self.submit(self.make_request(prompt, params))
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; an output for each request that got a token or ended."""
+        changed, tokens = self.core.step()
+        outputs = []
+        for request in changed:
+            if request.request_id not in self._live:
+                raise InternalError(f"a step changed request {request.request_id}, which the engine does not know")
+            _, answer = self._live[request.request_id]
+            output = answer.advance(request, tokens.get(request.request_id))
+            if answer.is_stopped and request.finish_reason is None:
+                self.core.scheduler.finish(request.request_id, FinishReason.STOP)
+            if output.is_finished:
+                del self._live[request.request_id]
+            outputs.append(output)
+        self.stats.record_kv(self._kv_bytes())
+        return outputs
+
+    def abort(self, request_id: RequestId) -> RequestOutput | None:
+        """End a request wherever it stands and give its last output; None if it is not known (any more)."""
+        if request_id not in self._live:
+            return None
+        request, answer = self._live.pop(request_id)
+        self.core.scheduler.abort(request_id)
+        return answer.advance(request, None)
+
+    def abort_all(self) -> None:
+        """End every request and carry the news to the executor."""
+        for request_id in list(self._live):
+            self.abort(request_id)
+        while self.has_work:
+            self.core.step()
+
+    def _check_ids(self, name: str, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            if not isinstance(token_id, int) or not 0 <= token_id < self._vocab_size:
+                raise RequestError(f"{name}: {token_id!r} is no token id of this model (0 … {self._vocab_size - 1})")
+
+
+def _valid_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text holds half a surrogate pair at character {error.start}: it is no valid Unicode"
+        ) from None
+    return text

@@ -1,0 +1,148 @@
+"""How many KV blocks each tier gets: budgets minus what weights and workspace take. Numbers only, no allocation."""
+
+from dataclasses import dataclass
+
+from ambidex.core.config import EngineConfig
+from ambidex.core.errors import ConfigError
+from ambidex.core.ids import Tier
+from ambidex.core.kv_spec import KVSpec
+from ambidex.core.ledger import MemoryLedger
+from ambidex.core.model_spec import ModelSpec
+from ambidex.core.units import format_size
+
+DEFAULT_SHARE_OF_FREE_GPU = 0.9
+"""Of the free memory of a GPU; the rest is left to the driver, the context and fragmentation."""
+DEFAULT_SHARE_OF_FREE_DRAM = 0.45
+"""Of the free memory of the machine, for each of the two tiers when both lie in DRAM."""
+DEFAULT_CONTEXTS = 8
+"""Full contexts for which a tier gets KV blocks when its budget is not named: more are rarely full at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeMemory:
+    """Bytes that are free now: on the accelerator (of the machine itself when the accelerator is the CPU), in DRAM."""
+
+    accelerator: int
+    dram: int
+    is_shared: bool
+    """Both are the same memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Blocks of each tier, the context limit that they allow, and the ledger that holds every byte of it."""
+
+    num_blocks: dict[Tier, int]
+    max_context_len: int
+    max_context_reason: str
+    ledger: MemoryLedger
+
+
+def workspace_bytes(spec: ModelSpec, *, max_tokens: int, max_rows: int, max_context_len: int, num_bytes: int) -> int:
+    """Bytes of activations that live at once, at most, in one step.
+
+    Args:
+        max_tokens: tokens of a step.
+        max_rows: rows of logits of a step (running requests).
+        num_bytes: bytes of a number in the compute format.
+    Formula: hidden states, residual, q, k, v and attention outputs in fp32 while states merge, gate, up and their
+    product; logits and their sorted fp64 copy; K and V of one request and layer, gathered.
+    """
+    per_token = 4 * spec.hidden_size + 3 * spec.intermediate_size + 3 * spec.num_q_heads * spec.head_dim
+    attention = 3 * 4 * spec.num_q_heads * spec.head_dim
+    logits = max_rows * spec.vocab_size * (4 + 4 + 8 * 4)
+    gathered = 2 * 2 * max_context_len * spec.num_kv_heads * spec.head_dim * num_bytes
+    return max_tokens * (per_token * num_bytes + attention) + logits + gathered
+
+
+def plan_memory(
+    config: EngineConfig, spec: ModelSpec, kv: KVSpec, *, free: FreeMemory, weights_bytes: int
+) -> MemoryPlan:
+    """Divide the budgets.
+
+    Raises:
+        ConfigError: a budget is too small for the model; says what is needed.
+    """
+    wanted_len = _wanted_context_len(config, spec)
+    workspace = workspace_bytes(
+        spec,
+        max_tokens=config.max_tokens_per_step,
+        max_rows=min(config.max_running_requests, config.max_tokens_per_step),
+        max_context_len=wanted_len,
+        num_bytes=kv.dtype.num_bytes,
+    )
+    fixed = weights_bytes + workspace
+    gpu_budget, dram_budget = _budgets(config, free, fixed)
+    default_blocks = kv.num_blocks(wanted_len) * min(config.max_running_requests, DEFAULT_CONTEXTS)
+    gpu_blocks = _gpu_blocks(config, kv, gpu_budget - fixed, default_blocks)
+    if gpu_blocks < 0 or gpu_budget < fixed:
+        raise ConfigError(
+            f"--gpu-memory {format_size(gpu_budget)} is too small: weights take {format_size(weights_bytes)}, "
+            f"workspace {format_size(workspace)}: give at least {format_size(fixed + kv.bytes_per_block)}, "
+            f"or a smaller --max-tokens-per-step or --max-context-len"
+        )
+    dram_blocks = max(0, min(dram_budget // kv.bytes_per_block, default_blocks))
+    num_blocks = {Tier.GPU: gpu_blocks, Tier.DRAM: dram_blocks}
+    max_len, reason = _context_len(config, spec, kv, num_blocks)
+    ledger = MemoryLedger(
+        {
+            Tier.GPU: max(gpu_budget, fixed + gpu_blocks * kv.bytes_per_block),
+            Tier.DRAM: max(dram_budget, dram_blocks * kv.bytes_per_block),
+        }
+    )
+    ledger.take(Tier.GPU, "weights", weights_bytes)
+    ledger.take(Tier.GPU, "workspace", workspace)
+    ledger.take(Tier.GPU, "kv", gpu_blocks * kv.bytes_per_block)
+    ledger.take(Tier.DRAM, "kv", dram_blocks * kv.bytes_per_block)
+    return MemoryPlan(num_blocks=num_blocks, max_context_len=max_len, max_context_reason=reason, ledger=ledger)
+
+
+def _wanted_context_len(config: EngineConfig, spec: ModelSpec) -> int:
+    if config.max_context_len is not None and config.max_context_len > spec.max_context_len:
+        raise ConfigError(
+            f"--max-context-len is {config.max_context_len}: the model was made for at most "
+            f"{spec.max_context_len} tokens"
+        )
+    return config.max_context_len or spec.max_context_len
+
+
+def _budgets(config: EngineConfig, free: FreeMemory, fixed: int) -> tuple[int, int]:
+    """Bytes of the accelerator tier and of the DRAM tier."""
+    share = DEFAULT_SHARE_OF_FREE_DRAM if free.is_shared else DEFAULT_SHARE_OF_FREE_GPU
+    gpu = config.gpu_memory if config.gpu_memory is not None else int(free.accelerator * share)
+    if free.is_shared and config.gpu_memory is None:
+        gpu = max(gpu, min(fixed, free.accelerator))
+    dram = config.dram_memory if config.dram_memory is not None else int(free.dram * DEFAULT_SHARE_OF_FREE_DRAM)
+    for name, size, limit in (("--gpu-memory", gpu, free.accelerator), ("--dram-memory", dram, free.dram)):
+        if size > limit:
+            raise ConfigError(f"{name} is {format_size(size)}: {format_size(limit)} are free on this machine")
+    return gpu, dram
+
+
+def _gpu_blocks(config: EngineConfig, kv: KVSpec, left: int, default_blocks: int) -> int:
+    """Blocks of the accelerator tier; negative if the asked number does not fit."""
+    fitting = left // kv.bytes_per_block
+    if config.kv_gpu_tokens is None:
+        return max(0, min(fitting, default_blocks))
+    asked = kv.num_blocks(config.kv_gpu_tokens)
+    if config.gpu_memory is None and asked > fitting:
+        raise ConfigError(
+            f"--kv-gpu-tokens {config.kv_gpu_tokens} needs {format_size(asked * kv.bytes_per_block)}: "
+            f"{format_size(max(0, left))} are left on the accelerator tier"
+        )
+    return asked if asked <= fitting else -1
+
+
+def _context_len(config: EngineConfig, spec: ModelSpec, kv: KVSpec, num_blocks: dict[Tier, int]) -> tuple[int, str]:
+    """The context limit, and why it is that."""
+    capacity = sum(num_blocks.values()) * kv.block_size
+    wanted = _wanted_context_len(config, spec)
+    if capacity >= wanted:
+        return wanted, "asked for" if config.max_context_len is not None else "the model's"
+    if config.max_context_len is not None or capacity < 2:
+        raise ConfigError(
+            f"a context of {wanted} tokens needs {format_size(kv.num_blocks(wanted) * kv.bytes_per_block)} of KV: "
+            f"the tiers hold {capacity} tokens (gpu {num_blocks[Tier.GPU]}, dram {num_blocks[Tier.DRAM]} blocks of "
+            f"{kv.block_size}): raise --dram-memory or --gpu-memory, or lower --max-context-len"
+        )
+    return capacity, "what the KV tiers hold"

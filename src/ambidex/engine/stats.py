@@ -1,0 +1,46 @@
+"""Counters of an engine; every unit is in the name or the docstring."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from ambidex.core.ids import Lane, Tier
+from ambidex.core.step import StepPlan, StepResult
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStats:
+    """What an engine has done so far.
+
+    `kv_bytes` are in use now, `peak_kv_bytes` were at most in use after a step; `lane_bytes` are bytes of K and V that
+    each lane's attention has read; `seconds` are wall seconds by section of the steps.
+    """
+
+    num_steps: int = 0
+    num_computed_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    num_moves: int = 0
+    num_failed_moves: int = 0
+    num_failed_requests: int = 0
+    kv_bytes: dict[Tier, int] = field(default_factory=dict)
+    peak_kv_bytes: dict[Tier, int] = field(default_factory=dict)
+    lane_bytes: Counter[Lane] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def record(self, plan: StepPlan, result: StepResult) -> None:
+        """Add one step."""
+        self.num_steps += 1
+        self.num_computed_tokens += plan.num_tokens
+        self.num_output_tokens += len(result.tokens)
+        self.num_moves += len(result.finished_moves)
+        self.num_failed_moves += len(result.failed_moves)
+        self.num_failed_requests += len(result.failures)
+        self.lane_bytes.update(result.lane_bytes)
+        for section, duration in result.seconds.items():
+            self.seconds[section] = self.seconds.get(section, 0.0) + duration
+
+    def record_kv(self, kv_bytes: dict[Tier, int]) -> None:
+        """Note the bytes that requests hold on each tier now."""
+        self.kv_bytes = kv_bytes
+        for tier, size in kv_bytes.items():
+            self.peak_kv_bytes[tier] = max(size, self.peak_kv_bytes.get(tier, 0))

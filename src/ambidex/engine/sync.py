@@ -1,0 +1,189 @@
+"""`LLM`: the offline API. One thread; the engine steps while the caller waits or iterates."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from types import TracebackType
+from typing import Any
+
+from ambidex.core.config import EngineConfig
+from ambidex.core.errors import CallerError, RequestFailedError
+from ambidex.core.ids import RequestId
+from ambidex.core.request import FinishReason, Request, SamplingParams
+from ambidex.engine.build import build_engine
+from ambidex.engine.engine import Engine, Prompt
+from ambidex.engine.outputs import RequestOutput
+from ambidex.engine.report import EngineReport
+from ambidex.engine.stats import EngineStats
+from ambidex.text.tokenizer import Tokenizer
+
+
+class LLM:
+    """A model, loaded and ready.
+
+    Args:
+        model: a folder, a `.gguf` file, a Hub id, `smollm2`, or a whole `EngineConfig`.
+        progress: called with (bytes read, bytes in all) while weights load.
+        settings: fields of `EngineConfig`.
+    Raises:
+        ConfigError, ModelError: the settings or the model cannot be used.
+        MachineError: the machine has not what they need.
+    """
+
+    def __init__(
+        self, model: str | EngineConfig, *, progress: Callable[[int, int], None] | None = None, **settings: Any
+    ) -> None:
+        config = model if isinstance(model, EngineConfig) else EngineConfig(model=model, **settings)
+        self.config = config
+        self._engine: Engine = build_engine(config, progress=progress)
+        self._inboxes: dict[RequestId, list[RequestOutput]] = {}
+
+    @property
+    def report(self) -> EngineReport:
+        """What the settings became on this machine."""
+        return self._engine.report
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._engine.tokenizer
+
+    def stats(self) -> EngineStats:
+        """Counters since the engine was built."""
+        return self._engine.stats
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts (texts or token ids), all at once; outputs in the order of the prompts.
+
+        Raises:
+            RequestError: a prompt or its parameters are wrong; nothing has run then.
+        """
+        items = _as_prompts(prompts)
+        each = [params or SamplingParams()] * len(items) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(items):
+            raise CallerError(f"{len(each)} sampling parameters for {len(items)} prompts: give one, or one for each")
+        requests = [self._engine.make_request(item, own) for item, own in zip(items, each, strict=True)]
+        ids = [self._open(request) for request in requests]
+        finished: dict[RequestId, RequestOutput] = {}
+        try:
+            while len(finished) < len(ids):
+                finished |= {output.request_id: output for output in self._next(ids) if output.is_finished}
+        finally:
+            self._close(ids)
+        return [finished[request_id] for request_id in ids]
+
+    def generate_each(
+        self, prompts: Iterable[tuple[str | Sequence[int], SamplingParams]]
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Answer many prompts and give each answer, with its place in the input, as soon as it is ready.
+
+        At most twice `max_running_requests` are held at a time. A prompt that cannot be answered gives an output whose
+        `error` says why; the others go on.
+        """
+        source = enumerate(prompts)
+        places: dict[RequestId, int] = {}
+        limit = 2 * self.config.max_running_requests
+        try:
+            while True:
+                for place, (prompt, params) in islice(source, limit - len(places)):
+                    try:
+                        places[self._open(self._engine.make_request(prompt, params))] = place
+                    except CallerError as error:
+                        yield place, _failed(error)
+                if not places:
+                    return
+                for output in self._next(places):
+                    if output.is_finished:
+                        self._close([output.request_id])
+                        yield places.pop(output.request_id), output
+        finally:
+            self._close(places)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Answer one prompt, piece by piece. Closing the iterator ends the request."""
+        return self._stream(self._engine.make_request(prompt, params or SamplingParams()))
+
+    def chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None) -> RequestOutput:
+        """Answer a conversation (`role` and `content` of each message) with the model's chat template.
+
+        Raises:
+            RequestFailedError: the engine could not finish the request.
+        """
+        output = list(self.chat_stream(messages, params))[-1]
+        if output.finish_reason is FinishReason.ERROR:
+            raise RequestFailedError(output.error)
+        return output
+
+    def chat_stream(
+        self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """The same, piece by piece."""
+        prompt = self._engine.render_chat(messages)
+        return self._stream(self._engine.make_request(prompt, params or SamplingParams()))
+
+    def close(self) -> None:
+        """End all requests."""
+        self._engine.abort_all()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _stream(self, request: Request) -> Iterator[RequestOutput]:
+        request_id = self._open(request)
+        try:
+            while True:
+                for output in self._next([request_id]):
+                    yield output
+                    if output.is_finished:
+                        return
+        finally:
+            self._close([request_id])
+
+    def _open(self, request: Request) -> RequestId:
+        self._inboxes[request.request_id] = []
+        return self._engine.submit(request)
+
+    def _next(self, request_ids: Iterable[RequestId]) -> list[RequestOutput]:
+        """Outputs of these requests; steps the engine if none lies ready. Other open requests' outputs are kept."""
+        if not any(self._inboxes[request_id] for request_id in request_ids):
+            for output in self._engine.step():
+                self._inboxes[output.request_id].append(output)
+        ready = []
+        for request_id in request_ids:
+            ready += self._inboxes[request_id]
+            self._inboxes[request_id] = []
+        return ready
+
+    def _close(self, request_ids: Iterable[RequestId]) -> None:
+        for request_id in request_ids:
+            self._inboxes.pop(request_id, None)
+            self._engine.abort(request_id)
+
+
+def _as_prompts(prompts: str | Sequence[int] | Sequence[str | Sequence[int]]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [[item for item in items if isinstance(item, int)]]
+    return [item if isinstance(item, str) else list(item) for item in items if not isinstance(item, int)]
+
+
+def _failed(error: CallerError) -> RequestOutput:
+    return RequestOutput(
+        request_id=RequestId(""),
+        prompt_token_ids=(),
+        text="",
+        delta="",
+        token_ids=(),
+        finish_reason=FinishReason.ERROR,
+        error=str(error),
+    )

@@ -1,0 +1,188 @@
+"""The only door to the ops: each function checks its tensors, chooses an implementation and calls it.
+
+Letters: T tokens of the step, S keys, Hq and Hkv heads, D head_dim, N blocks of a pool, P tokens of a block. All ops
+are pure functions of their tensors except `store_rows`; none synchronises with a device.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ambidex.core.errors import ShapeError
+from ambidex.kernels.cpu import native
+from ambidex.kernels.dispatch import choose
+from ambidex.kernels.reference import activation, kv_store, rope
+from ambidex.kernels.reference import attention as reference_attention
+from ambidex.kernels.reference import merge as reference_merge
+from ambidex.kernels.reference import norm as reference_norm
+from ambidex.kernels.shapes import check_alike, check_shapes
+from ambidex.kernels.torch_ops import attention as torch_attention
+from ambidex.kernels.torch_ops import norm as torch_norm
+
+_ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
+    "silu": activation.silu,
+    "gelu": activation.gelu,
+    "relu": activation.relu,
+}
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attend over a set of keys and say how much softmax mass they hold.
+
+    Query head h reads KV head h // (Hq / Hkv). A row that sees no key gets out 0 and lse −inf.
+
+    Args:
+        q: [T, Hq, D]; k, v: [Hkv, S, D], S may be 0; one dtype (fp32, bf16, fp16), any strides with D contiguous.
+        scale: factor of q·k.
+        causal: query i sees keys 0 … i; needs S = T and no mask.
+        mask: [T, S] bool, True where a query sees a key.
+    Returns:
+        out [T, Hq, D] in the dtype of q; lse [T, Hq] fp32: natural log of the sum of exp of the scores.
+    Raises:
+        ShapeError: shapes, dtypes or devices do not fit.
+    """
+    check_shapes(q=(q, "T Hq D"), k=(k, "Hkv S D"), v=(v, "Hkv S D"))
+    check_alike(q=q, k=k, v=v)
+    num_tokens, num_q_heads, _ = q.shape
+    num_kv_heads, num_keys, _ = k.shape
+    if num_q_heads % num_kv_heads:
+        raise ShapeError(f"q has {num_q_heads} heads: not a multiple of the {num_kv_heads} heads of k")
+    if causal and (mask is not None or num_tokens != num_keys):
+        raise ShapeError(f"causal attention of {num_tokens} queries over {num_keys} keys: needs S = T and no mask")
+    if mask is not None and (mask.shape != (num_tokens, num_keys) or mask.dtype != torch.bool):
+        raise ShapeError(
+            f"mask: expected bool [T={num_tokens}, S={num_keys}], got {mask.dtype} of shape {tuple(mask.shape)}"
+        )
+    if num_tokens == 0 or num_keys == 0:
+        return torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+    if choose("attend", q.device.type).name == "torch":
+        return torch_attention.attend(q, k, v, scale=scale, causal=causal, mask=mask)
+    return reference_attention.attend(q, k, v, scale=scale, causal=causal, mask=mask)
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Join partial attentions over disjoint sets of keys; associative and commutative up to rounding.
+
+    Args:
+        out_a, out_b: [T, Hq, D]; lse_a, lse_b: [T, Hq] fp32, natural log, −inf where no key was seen (out 0 there).
+    Returns:
+        (out, lse) over the union of the keys, accumulated in fp32, out in the dtype of `out_a`.
+    Raises:
+        ShapeError: shapes or devices do not fit, or an lse is not fp32.
+    Cost: moves 3 · T · Hq · D numbers.
+    """
+    if choose("merge_states", out_a.device.type).name == "native" and _is_plain_fp32(out_a, lse_a, out_b, lse_b):
+        return native.merge_states(out_a, lse_a, out_b, lse_b)  # checks the shapes itself
+    check_shapes(out_a=(out_a, "T Hq D"), lse_a=(lse_a, "T Hq"), out_b=(out_b, "T Hq D"), lse_b=(lse_b, "T Hq"))
+    if lse_a.dtype != torch.float32 or lse_b.dtype != torch.float32:
+        raise ShapeError(f"lse must be fp32, got {lse_a.dtype} and {lse_b.dtype}")
+    return reference_merge.merge_states(out_a, lse_a, out_b, lse_b)
+
+
+def gather_blocks(pool: Tensor, block_ids: Tensor) -> Tensor:
+    """Copy blocks of one layer's K or V side by side.
+
+    Args:
+        pool: [Hkv, N, P, D]; block_ids: [n] int64 on the pool's device.
+    Returns:
+        [Hkv, n · P, D]; rows of a block that were never stored hold anything, NaN included.
+    Raises:
+        ShapeError: shapes do not fit.
+    Cost: copies n blocks of one layer.
+    """
+    check_shapes(pool=(pool, "Hkv N P D"), block_ids=(block_ids, "n"))
+    return kv_store.gather_blocks(pool, block_ids)
+
+
+def store_rows(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Write K or V of new tokens into one layer of a pool, in place.
+
+    Args:
+        pool: [Hkv, N, P, D], contiguous; slots: [T] int64 on the pool's device, block_id · P + offset, no two alike;
+        rows: [T, Hkv, D] in the pool's dtype, on its device.
+    Raises:
+        ShapeError: shapes, dtypes or devices do not fit.
+    """
+    check_shapes(pool=(pool, "Hkv N P D"), slots=(slots, "T"), rows=(rows, "T Hkv D"))
+    check_alike(pool=pool, rows=rows)
+    kv_store.store_rows(pool, slots, rows)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last axis, in fp32; same shape and dtype as x.
+
+    Raises:
+        ShapeError: the weight is not one vector as long as the last axis.
+    """
+    _check_last_axis(x, weight)
+    if choose("rms_norm", x.device.type).name == "torch":
+        return torch_norm.rms_norm(x, weight, eps)
+    return reference_norm.rms_norm(x, weight, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """(x − mean) / sqrt(variance + eps) · weight + bias over the last axis, in fp32; same shape and dtype as x.
+
+    Raises:
+        ShapeError: weight or bias is not one vector as long as the last axis.
+    """
+    _check_last_axis(x, weight)
+    if bias is not None:
+        _check_last_axis(x, bias)
+    if choose("layer_norm", x.device.type).name == "torch":
+        return torch_norm.layer_norm(x, weight, bias, eps)
+    return reference_norm.layer_norm(x, weight, bias, eps)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the first `dim` numbers of each head by its position's angles, half-split order: (i, i + dim/2) is a pair.
+
+    Args:
+        x: [T, H, D]; cos, sin: [T, dim/2] fp32, dim ≤ D.
+    Returns:
+        [T, H, D] in the dtype of x; numbers behind `dim` as they were.
+    Raises:
+        ShapeError: shapes do not fit.
+    """
+    check_shapes(x=(x, "T H D"), cos=(cos, "T dim/2"), sin=(sin, "T dim/2"))
+    if 2 * cos.shape[1] > x.shape[2]:
+        raise ShapeError(f"{cos.shape[1]} angles turn {2 * cos.shape[1]} numbers, but a head has {x.shape[2]}")
+    return rope.rotate(x, cos, sin)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up, computed in fp32; same shape and dtype as gate.
+
+    Raises:
+        ShapeError: shapes, dtypes or devices differ.
+    """
+    if gate.shape != up.shape:
+        raise ShapeError(f"up: expected shape {tuple(gate.shape)} of gate, got {tuple(up.shape)}")
+    check_alike(gate=gate, up=up)
+    return activation.silu_mul(gate, up)
+
+
+def activate(x: Tensor, name: str) -> Tensor:
+    """Apply the non-linearity `name` (a value of `core.model_spec.Activation`); same shape and dtype as x.
+
+    Raises:
+        ShapeError: there is no such non-linearity.
+    """
+    if name not in _ACTIVATIONS:
+        raise ShapeError(f"no activation is called {name!r}: choose from {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name](x)
+
+
+def _is_plain_fp32(*tensors: Tensor) -> bool:
+    return all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
+
+
+def _check_last_axis(x: Tensor, vector: Tensor) -> None:
+    if vector.shape != x.shape[-1:]:
+        raise ShapeError(
+            f"vector: expected shape ({x.shape[-1]},) for x of shape {tuple(x.shape)}, got {tuple(vector.shape)}"
+        )

@@ -1,0 +1,79 @@
+"""Which implementation of an op runs on which device: decided once, with the reason kept as text."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+from ambidex.core.errors import InternalError, NativeModuleError
+from ambidex.kernels.cpu import native
+
+logger = logging.getLogger(__name__)
+
+IMPLEMENTATIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "attend": ("reference", "torch"),
+    "merge_states": ("reference", "native"),
+    "rms_norm": ("reference", "torch"),
+    "layer_norm": ("reference", "torch"),
+}
+"""Ops with a choice, and what there is to choose from; every other op has its reference only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The implementation chosen for an op on a device type, and why."""
+
+    name: str
+    reason: str
+
+
+_overrides: dict[str, Choice] = {}
+
+
+def choose(op: str, device_type: str) -> Choice:
+    """The implementation of `op` for tensors on `device_type` (`cpu`, `cuda`)."""
+    return _overrides.get(op) or _decide(op, device_type)
+
+
+@contextmanager
+def override(op: str, name: str) -> Iterator[None]:
+    """Force an implementation, for tests and benchmarks.
+
+    Raises:
+        InternalError: the op has no such implementation.
+    """
+    if name not in IMPLEMENTATIONS.get(op, ()):
+        raise InternalError(f"op {op} has no implementation {name}: choose from {IMPLEMENTATIONS.get(op, ())}")
+    before = _overrides.get(op)
+    _overrides[op] = Choice(name, "forced by override")
+    try:
+        yield
+    finally:
+        del _overrides[op]
+        if before is not None:
+            _overrides[op] = before
+
+
+@cache
+def _decide(op: str, device_type: str) -> Choice:
+    if op == "attend" and device_type == "cpu":
+        return Choice("torch", "torch's fused CPU attention returns the lse and reads K once for a group")
+    if op == "attend" and device_type == "cuda":
+        return Choice("torch", "torch's flash and memory-efficient attention; the reference where neither applies")
+    if op in ("rms_norm", "layer_norm"):
+        return Choice("torch", "one call instead of several")
+    if op == "merge_states" and device_type == "cpu":
+        return _decide_native_merge()
+    return Choice("reference", f"the only implementation of {op} on {device_type}")
+
+
+def _decide_native_merge() -> Choice:
+    try:
+        return Choice(
+            "native", f"compiled module, instruction set {native.isa()}; the reference for other than contiguous fp32"
+        )
+    except NativeModuleError as error:
+        logger.warning("merge_states on the CPU falls back to the reference: %s", error)
+        return Choice("reference", f"no compiled module: {error}")

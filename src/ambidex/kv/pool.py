@@ -1,0 +1,103 @@
+"""`BlockPool`: which blocks of one tier are free, used or in flight. Identities only; the bytes live in the data plane.
+
+    free ── try_take ──▶ used ── give_back ──▶ free
+    free ── try_reserve ──▶ in flight ── commit ──▶ used
+                            in flight ── cancel ──▶ free
+
+A block in flight is the target of a move: nobody reads it, nobody may take it.
+"""
+
+from dataclasses import dataclass
+
+from ambidex.core.errors import InternalError
+from ambidex.core.ids import BlockId, Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolUsage:
+    """Blocks of one tier by state."""
+
+    total: int
+    free: int
+    used: int
+    in_flight: int
+
+
+class BlockPool:
+    """Blocks 0 … `num_blocks` - 1 of one tier; none is legal."""
+
+    def __init__(self, tier: Tier, num_blocks: int) -> None:
+        if num_blocks < 0:
+            raise InternalError(f"tier {tier} is given {num_blocks} blocks")
+        self._tier = tier
+        self._num_blocks = num_blocks
+        self._free = [BlockId(block_id) for block_id in reversed(range(num_blocks))]  # last freed, first taken
+        self._used: set[BlockId] = set()
+        self._in_flight: set[BlockId] = set()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be taken now."""
+        return len(self._free)
+
+    @property
+    def usage(self) -> PoolUsage:
+        """Blocks by state."""
+        return PoolUsage(
+            total=self._num_blocks, free=len(self._free), used=len(self._used), in_flight=len(self._in_flight)
+        )
+
+    def is_used(self, block_id: BlockId) -> bool:
+        """Whether the block holds readable tokens."""
+        return block_id in self._used
+
+    def is_in_flight(self, block_id: BlockId) -> bool:
+        """Whether the block is the target of a move."""
+        return block_id in self._in_flight
+
+    def try_take(self) -> BlockId | None:
+        """A free block, now used; None if there is none."""
+        return self._take_into(self._used)
+
+    def try_reserve(self) -> BlockId | None:
+        """A free block, now in flight; None if there is none."""
+        return self._take_into(self._in_flight)
+
+    def give_back(self, block_id: BlockId) -> None:
+        """A used block becomes free."""
+        self._leave(self._used, block_id, "used")
+        self._free.append(block_id)
+
+    def commit(self, block_id: BlockId) -> None:
+        """A block in flight becomes used."""
+        self._leave(self._in_flight, block_id, "in flight")
+        self._used.add(block_id)
+
+    def cancel(self, block_id: BlockId) -> None:
+        """A block in flight becomes free."""
+        self._leave(self._in_flight, block_id, "in flight")
+        self._free.append(block_id)
+
+    def check(self) -> None:
+        """Every block is in exactly one state.
+
+        Raises:
+            InternalError: a block is lost or is in two states.
+        """
+        blocks = sorted([*self._free, *self._used, *self._in_flight])
+        if blocks != list(range(self._num_blocks)):
+            raise InternalError(
+                f"tier {self._tier} has {self._num_blocks} blocks, but {self.usage} hold {len(set(blocks))} of them"
+            )
+
+    def _take_into(self, state: set[BlockId]) -> BlockId | None:
+        if not self._free:
+            return None
+        block_id = self._free.pop()
+        state.add(block_id)
+        return block_id
+
+    def _leave(self, state: set[BlockId], block_id: BlockId, name: str) -> None:
+        if block_id not in state:
+            raise InternalError(f"block {block_id} of tier {self._tier} is not {name}")
+        state.remove(block_id)

@@ -1,0 +1,144 @@
+"""`TieredBlocks`: the pools of all tiers and the two-phase moves between them. Counts and moves; picks nothing.
+
+    begin_move     source: used, moving       target: free → in flight
+    commit_move    source: → free             target: → used
+    abort_move     source: used, as before    target: → free
+
+A moving source stays readable, but cannot be moved again. Releasing it is legal (its request was cancelled): then
+source and target both become free when the move ends, whichever way, because a copy may still read the one and write
+the other.
+"""
+
+from collections.abc import Mapping
+
+from ambidex.core.errors import InternalError
+from ambidex.core.ids import MoveId, Tier
+from ambidex.core.step import BlockMove, BlockRef
+from ambidex.kv.pool import BlockPool, PoolUsage
+
+
+class TieredBlocks:
+    """Blocks on several tiers.
+
+    Args:
+        capacities: blocks of each tier; tiers without blocks take no part.
+    """
+
+    def __init__(self, capacities: Mapping[Tier, int]) -> None:
+        self._pools = {tier: BlockPool(tier, capacities[tier]) for tier in Tier if capacities.get(tier, 0)}
+        self._moves: dict[MoveId, BlockMove] = {}
+        self._moving: dict[BlockRef, MoveId] = {}
+        self._released: set[MoveId] = set()
+        self._num_begun = 0
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Tiers that have blocks, fastest first."""
+        return tuple(self._pools)
+
+    @property
+    def num_free(self) -> int:
+        """Free blocks of all tiers."""
+        return sum(pool.num_free for pool in self._pools.values())
+
+    def num_free_on(self, tier: Tier) -> int:
+        """Free blocks of one tier."""
+        return self._pools[tier].num_free if tier in self._pools else 0
+
+    @property
+    def num_moves(self) -> int:
+        """Moves in flight."""
+        return len(self._moves)
+
+    def usage(self) -> dict[Tier, PoolUsage]:
+        """Blocks by state, for each tier that has blocks."""
+        return {tier: pool.usage for tier, pool in self._pools.items()}
+
+    def try_take(self, tier: Tier) -> BlockRef | None:
+        """A free block of the tier, now used; None if it has none."""
+        block_id = self._pools[tier].try_take() if tier in self._pools else None
+        return None if block_id is None else BlockRef(tier, block_id)
+
+    def release(self, block: BlockRef) -> None:
+        """A used block becomes free; at once, or when its move ends."""
+        move_id = self._moving.get(block)
+        if move_id is None:
+            self._pools[block.tier].give_back(block.block_id)
+        elif move_id in self._released:
+            raise InternalError(f"{block} is released twice while it moves")
+        else:
+            self._released.add(move_id)
+
+    def begin_move(self, source: BlockRef, target_tier: Tier) -> BlockMove | None:
+        """Reserve a block of `target_tier` for a copy of `source`; None if there is none, then nothing changes.
+
+        Raises:
+            InternalError: the source holds no tokens, is already moving or lies on that tier.
+        """
+        if source.tier not in self._pools or not self._pools[source.tier].is_used(source.block_id):
+            raise InternalError(f"{source} is to be moved, but holds nothing")
+        if source in self._moving or source.tier is target_tier:
+            raise InternalError(f"{source} is already moving or already on tier {target_tier}")
+        block_id = self._pools[target_tier].try_reserve() if target_tier in self._pools else None
+        if block_id is None:
+            return None
+        move = BlockMove(move_id=MoveId(self._num_begun), source=source, target=BlockRef(target_tier, block_id))
+        self._num_begun += 1
+        self._moves[move.move_id] = move
+        self._moving[source] = move.move_id
+        return move
+
+    def commit_move(self, move_id: MoveId) -> None:
+        """The copy is complete: the target is used, the source free (both are free if the source was released).
+
+        Raises:
+            InternalError: no such move is in flight.
+        """
+        move, was_released = self._end(move_id)
+        self._pools[move.source.tier].give_back(move.source.block_id)
+        if was_released:
+            self._pools[move.target.tier].cancel(move.target.block_id)
+        else:
+            self._pools[move.target.tier].commit(move.target.block_id)
+
+    def abort_move(self, move_id: MoveId) -> None:
+        """The copy failed: the target is free, the source as before (free if it was released).
+
+        Raises:
+            InternalError: no such move is in flight.
+        """
+        move, was_released = self._end(move_id)
+        self._pools[move.target.tier].cancel(move.target.block_id)
+        if was_released:
+            self._pools[move.source.tier].give_back(move.source.block_id)
+
+    def num_released(self, tier: Tier) -> int:
+        """Blocks of the tier that are used only until their move ends."""
+        return sum(self._moves[move_id].source.tier is tier for move_id in self._released)
+
+    def check(self) -> None:
+        """Each pool conserves its blocks and the blocks in flight are the targets of the moves in flight.
+
+        Raises:
+            InternalError: they do not.
+        """
+        for pool in self._pools.values():
+            pool.check()
+        for move in self._moves.values():
+            source, target = move.source, move.target
+            if not self._pools[source.tier].is_used(source.block_id) or self._moving[source] != move.move_id:
+                raise InternalError(f"the source of {move} holds nothing or moves elsewhere")
+            if not self._pools[target.tier].is_in_flight(target.block_id):
+                raise InternalError(f"the target of {move} is not in flight")
+        num_in_flight = sum(usage.in_flight for usage in self.usage().values())
+        if not num_in_flight == len(self._moves) == len(self._moving) or not self._released <= self._moves.keys():
+            raise InternalError(f"{num_in_flight} blocks are in flight for {len(self._moves)} moves")
+
+    def _end(self, move_id: MoveId) -> tuple[BlockMove, bool]:
+        if move_id not in self._moves:
+            raise InternalError(f"move {move_id} ends, but is not in flight")
+        move = self._moves.pop(move_id)
+        del self._moving[move.source]
+        was_released = move_id in self._released
+        self._released.discard(move_id)
+        return move, was_released

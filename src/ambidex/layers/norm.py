@@ -1,0 +1,37 @@
+"""Normalisation over the last axis; statistics are computed in fp32 whatever the format of the input."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from ambidex.kernels import api
+from ambidex.layers.parameter import ParameterFactory
+
+
+class RMSNorm(nn.Module):
+    """`x / sqrt(mean(x²) + eps) * weight`. Source: arXiv:1910.07467, equation 4."""
+
+    __call__: Callable[..., Tensor]
+
+    def __init__(self, width: int, eps: float, factory: ParameterFactory) -> None:
+        super().__init__()
+        self.weight = factory.new(width)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return api.rms_norm(x, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`. Source: arXiv:1607.06450, equation 4."""
+
+    __call__: Callable[..., Tensor]
+
+    def __init__(self, width: int, eps: float, factory: ParameterFactory) -> None:
+        super().__init__()
+        self.weight = factory.new(width)
+        self.bias = factory.new(width)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return api.layer_norm(x, self.weight, self.bias, self.eps)

@@ -1,0 +1,51 @@
+"""What every model is to the rest of the engine, and what attention is to every model."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor, nn
+
+
+class AttentionOp(Protocol):
+    """Attention over the whole context of each request of a step.
+
+    Where keys and values lie, how long each request's context is, the sliding windows and the scale
+    (`head_dim ** -0.5`) are known to the implementation; a model only hands over what is new.
+    """
+
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend with the step's queries, and keep its keys and values for later steps.
+
+        Args:
+            q: [T, Hq, D], rotated.
+            k, v: [T, Hkv, D], k rotated.
+        Returns:
+            [T, Hq, D] in the dtype of q.
+        """
+        ...
+
+
+class CausalLM(nn.Module, ABC):
+    """A decoder-only language model over the flattened tokens of a ragged batch.
+
+    The parameters' names are those of the Hugging Face checkpoint, so loading is the identity.
+    """
+
+    __call__: Callable[..., Tensor]
+
+    @abstractmethod
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionOp) -> Tensor:
+        """Run all layers.
+
+        Args:
+            token_ids: [T] int64.
+            positions: [T] int64, each token's place in its own request.
+            attention: knows the cut of T into requests.
+        Returns:
+            Hidden states after the final norm, [T, E].
+        """
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [B, E] → logits [B, V] fp32."""

@@ -1,0 +1,86 @@
+"""Qwen2 and Qwen2.5: the Llama form with biases on q, k and v."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from ambidex.core.model_spec import ModelSpec
+from ambidex.kernels import api
+from ambidex.layers.embedding import Embedding
+from ambidex.layers.linear import Linear
+from ambidex.layers.mlp import GatedMLP
+from ambidex.layers.norm import RMSNorm
+from ambidex.layers.parameter import ParameterFactory
+from ambidex.layers.rope import RotaryEmbedding
+from ambidex.models.base import AttentionOp, CausalLM
+
+
+class Qwen2ForCausalLM(CausalLM):
+    def __init__(self, spec: ModelSpec, factory: ParameterFactory) -> None:
+        super().__init__()
+        self.model = Qwen2Model(spec, factory)
+        shared = self.model.embed_tokens.weight if spec.tie_embeddings else None
+        self.lm_head = Linear(spec.hidden_size, spec.vocab_size, factory, bias=False, weight=shared)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionOp) -> Tensor:
+        return self.model(token_ids, positions, attention)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden).float()  # [B, V] fp32
+
+
+class Qwen2Model(nn.Module):
+    __call__: Callable[..., Tensor]
+
+    def __init__(self, spec: ModelSpec, factory: ParameterFactory) -> None:
+        super().__init__()
+        assert spec.rope is not None, "a Qwen2 model has rotary positions"
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, factory)
+        self.rotary_emb = RotaryEmbedding(spec.rope, factory.device)
+        self.layers = nn.ModuleList(Qwen2Layer(spec, layer_idx, factory) for layer_idx in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, factory)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionOp) -> Tensor:
+        hidden = self.embed_tokens(token_ids)  # [T, E]
+        cos, sin = self.rotary_emb(positions)  # [T, D/2] fp32
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin, attention)
+        return self.norm(hidden)
+
+
+class Qwen2Layer(nn.Module):
+    __call__: Callable[..., Tensor]
+
+    def __init__(self, spec: ModelSpec, layer_idx: int, factory: ParameterFactory) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, factory)
+        self.self_attn = Qwen2Attention(spec, layer_idx, factory)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, factory)
+        self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size, factory, activation=spec.activation, bias=False)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionOp) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, attention)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))  # [T, E]
+
+
+class Qwen2Attention(nn.Module):
+    __call__: Callable[..., Tensor]
+
+    def __init__(self, spec: ModelSpec, layer_idx: int, factory: ParameterFactory) -> None:
+        super().__init__()
+        q_width, kv_width = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.q_proj = Linear(spec.hidden_size, q_width, factory, bias=True)
+        self.k_proj = Linear(spec.hidden_size, kv_width, factory, bias=True)
+        self.v_proj = Linear(spec.hidden_size, kv_width, factory, bias=True)
+        self.o_proj = Linear(q_width, spec.hidden_size, factory, bias=False)
+        self.layer_idx = layer_idx
+        self.q_shape = (-1, spec.num_q_heads, spec.head_dim)
+        self.kv_shape = (-1, spec.num_kv_heads, spec.head_dim)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionOp) -> Tensor:
+        q = self.q_proj(x).view(self.q_shape)  # [T, Hq, D]
+        k = self.k_proj(x).view(self.kv_shape)  # [T, Hkv, D]
+        v = self.v_proj(x).view(self.kv_shape)  # [T, Hkv, D]
+        q, k = api.rotate(q, cos, sin), api.rotate(k, cos, sin)
+        out = attention.attend(self.layer_idx, q, k, v)  # [T, Hq, D]
+        return self.o_proj(out.flatten(1))

@@ -1,0 +1,88 @@
+"""Qwen3: the Llama form with an RMS norm over each head of q and k, and head_dim apart from hidden_size / heads."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from ambidex.core.model_spec import ModelSpec
+from ambidex.kernels import api
+from ambidex.layers.embedding import Embedding
+from ambidex.layers.linear import Linear
+from ambidex.layers.mlp import GatedMLP
+from ambidex.layers.norm import RMSNorm
+from ambidex.layers.parameter import ParameterFactory
+from ambidex.layers.rope import RotaryEmbedding
+from ambidex.models.base import AttentionOp, CausalLM
+
+
+class Qwen3ForCausalLM(CausalLM):
+    def __init__(self, spec: ModelSpec, factory: ParameterFactory) -> None:
+        super().__init__()
+        self.model = Qwen3Model(spec, factory)
+        shared = self.model.embed_tokens.weight if spec.tie_embeddings else None
+        self.lm_head = Linear(spec.hidden_size, spec.vocab_size, factory, bias=False, weight=shared)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionOp) -> Tensor:
+        return self.model(token_ids, positions, attention)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden).float()  # [B, V] fp32
+
+
+class Qwen3Model(nn.Module):
+    __call__: Callable[..., Tensor]
+
+    def __init__(self, spec: ModelSpec, factory: ParameterFactory) -> None:
+        super().__init__()
+        assert spec.rope is not None, "a Qwen3 model has rotary positions"
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, factory)
+        self.rotary_emb = RotaryEmbedding(spec.rope, factory.device)
+        self.layers = nn.ModuleList(Qwen3Layer(spec, layer_idx, factory) for layer_idx in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, factory)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionOp) -> Tensor:
+        hidden = self.embed_tokens(token_ids)  # [T, E]
+        cos, sin = self.rotary_emb(positions)  # [T, D/2] fp32
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin, attention)
+        return self.norm(hidden)
+
+
+class Qwen3Layer(nn.Module):
+    __call__: Callable[..., Tensor]
+
+    def __init__(self, spec: ModelSpec, layer_idx: int, factory: ParameterFactory) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, factory)
+        self.self_attn = Qwen3Attention(spec, layer_idx, factory)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, factory)
+        self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size, factory, activation=spec.activation, bias=False)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionOp) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, attention)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))  # [T, E]
+
+
+class Qwen3Attention(nn.Module):
+    __call__: Callable[..., Tensor]
+
+    def __init__(self, spec: ModelSpec, layer_idx: int, factory: ParameterFactory) -> None:
+        super().__init__()
+        q_width, kv_width = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.q_proj = Linear(spec.hidden_size, q_width, factory, bias=spec.qkv_bias)
+        self.k_proj = Linear(spec.hidden_size, kv_width, factory, bias=spec.qkv_bias)
+        self.v_proj = Linear(spec.hidden_size, kv_width, factory, bias=spec.qkv_bias)
+        self.o_proj = Linear(q_width, spec.hidden_size, factory, bias=spec.out_bias)
+        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, factory)
+        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, factory)
+        self.layer_idx = layer_idx
+        self.q_shape = (-1, spec.num_q_heads, spec.head_dim)
+        self.kv_shape = (-1, spec.num_kv_heads, spec.head_dim)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionOp) -> Tensor:
+        q = self.q_proj(x).view(self.q_shape)  # [T, Hq, D]
+        k = self.k_proj(x).view(self.kv_shape)  # [T, Hkv, D]
+        v = self.v_proj(x).view(self.kv_shape)  # [T, Hkv, D]
+        q, k = api.rotate(self.q_norm(q), cos, sin), api.rotate(self.k_norm(k), cos, sin)
+        out = attention.attend(self.layer_idx, q, k, v)  # [T, Hq, D]
+        return self.o_proj(out.flatten(1))

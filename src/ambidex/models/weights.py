@@ -1,0 +1,232 @@
+"""Fills a model's parameters: from safetensors, from GGUF, or with random numbers.
+
+Names and shapes are compared before anything is read; then tensors go one by one, in pieces, from the mapped file into
+the parameter, so that memory never holds more than one piece above what stays.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from ambidex.core.errors import InternalError, UnsupportedModelError, WeightsError
+from ambidex.core.model_spec import ModelSpec
+from ambidex.formats.gguf import GGUFFile
+from ambidex.formats.json_file import show
+from ambidex.formats.locate import ModelSource, SourceKind
+from ambidex.formats.safetensors import SafetensorsFile
+from ambidex.formats.tensor_info import TensorInfo
+from ambidex.layers.norm import LayerNorm, RMSNorm
+from ambidex.models.gguf_names import find_hf_name, find_row_order
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all), sizes as they lie in the files."""
+
+_CHUNK_BYTES: Final = 32 * 2**20  # of fp32; smaller pieces cost calls, larger ones memory
+_NUM_SHOWN: Final = 8
+_DUMMY_STD: Final = 0.02  # what most families are initialised with
+_TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+}  # fmt: skip
+_BASE_PREFIXES: Final[Mapping[str, str]] = {"falcon": "transformer."}
+"""What stands before all names but lm_head's, and is missing where only the base model was saved; else `model.`."""
+_IGNORED_ENDINGS: Final = ("rotary_emb.inv_freq", ".masked_bias")
+"""Constants that old checkpoints store: the model computes its own."""
+_IGNORED_GGUF: Final = ("rope_freqs.weight",)
+"""Read into `RopeSpec.freq_factors`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor in a file, under the name that it has in the model.
+
+    `read_rows(start, stop)` gives rows (indices of the first axis) as a new tensor on the CPU.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    read_rows: Callable[[int, int], Tensor]
+    release: Callable[[], None]
+
+
+def load_weights(
+    model: nn.Module,
+    spec: ModelSpec,
+    source: ModelSource,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+) -> None:
+    """Fill the parameters of `model`, whose names are those of the Hugging Face checkpoint.
+
+    Args:
+        device, dtype: where and as what parameters are made that are still on the meta device; the others stay where
+            and what they are, and numbers are converted.
+    Raises:
+        WeightsError: tensors are missing, unexpected, doubled or of another shape; names them.
+        ModelFileError: a file is corrupt or not there.
+        UnsupportedModelError: numbers are stored in a format that is not read.
+    """
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    checkpoint = _open_checkpoint(source, spec, names)
+    _check_tensors(model, checkpoint, source)
+    _allocate(model, device, dtype)
+    done, total = 0, sum(stored.num_bytes for stored in checkpoint.values())
+    filled: dict[nn.Parameter, str] = {}
+    for stored in checkpoint.values():
+        parameter = model.get_parameter(stored.name)
+        if parameter in filled:
+            _compare(parameter, stored, first_name=filled[parameter])
+        else:
+            _fill(parameter, stored)
+            filled[parameter] = stored.name
+        stored.release()
+        done += stored.num_bytes
+        if progress is not None:
+            progress(done, total)
+
+
+@torch.no_grad()
+def make_dummy_weights(model: nn.Module, *, seed: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Fill the parameters with normal random numbers (standard deviation 0.02), those of norms with 1 (biases 0).
+
+    The same seed gives the same numbers on the same device.
+    """
+    _allocate(model, device, dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.normal_(0.0, _DUMMY_STD, generator=generator)
+    for module in model.modules():
+        if isinstance(module, (RMSNorm, LayerNorm)):
+            for name, parameter in module.named_parameters():
+                parameter.fill_(0.0 if name == "bias" else 1.0)
+
+
+def _open_checkpoint(source: ModelSource, spec: ModelSpec, names: Collection[str]) -> dict[str, _Stored]:
+    """All tensors of the files, but those to ignore, by their names in the model."""
+    if not source.files:
+        raise WeightsError(
+            f"{source.folder} has no .safetensors files (pickled weights are not read): download them, or use "
+            "--load-format dummy for random weights"
+        )
+    checkpoint: dict[str, _Stored] = {}
+    for path in source.files:
+        is_gguf = source.kind is SourceKind.GGUF
+        for stored in _open_gguf(path, spec) if is_gguf else _open_safetensors(path, spec, names):
+            if stored.name in checkpoint:
+                raise WeightsError(f"{path}: tensor {show(stored.name)} is there a second time: remove the extra file")
+            checkpoint[stored.name] = stored
+    return checkpoint
+
+
+def _open_safetensors(path: Path, spec: ModelSpec, names: Collection[str]) -> Iterator[_Stored]:
+    file = SafetensorsFile(path)
+    prefix = _BASE_PREFIXES.get(spec.architecture, "model.")
+    for info in file.tensors.values():
+        if not info.name.endswith(_IGNORED_ENDINGS):
+            is_base_name = info.name not in names and prefix + info.name in names
+            yield _stored_in_safetensors(file, info, prefix + info.name if is_base_name else info.name)
+
+
+def _stored_in_safetensors(file: SafetensorsFile, info: TensorInfo, name: str) -> _Stored:
+    dtype = _TORCH_DTYPES.get(info.dtype)
+    if dtype is None:
+        raise UnsupportedModelError(
+            f"{file.path}: tensor {show(info.name)} has the dtype {info.dtype}: "
+            f"supported are {', '.join(_TORCH_DTYPES)}"
+        )
+
+    def read_rows(start: int, stop: int) -> Tensor:
+        row_bytes = info.num_bytes // info.shape[0]
+        piece = bytearray(file.read(info.name)[start * row_bytes : stop * row_bytes])
+        return torch.frombuffer(piece, dtype=dtype).view(-1, *info.shape[1:])
+
+    return _Stored(name, info.shape, info.num_bytes, read_rows, lambda: file.release(info.name))
+
+
+def _open_gguf(path: Path, spec: ModelSpec) -> Iterator[_Stored]:
+    file = GGUFFile(path)
+    for info in file.tensors.values():
+        if info.name not in _IGNORED_GGUF:
+            yield _stored_in_gguf(file, info, spec)
+
+
+def _stored_in_gguf(file: GGUFFile, info: TensorInfo, spec: ModelSpec) -> _Stored:
+    order = find_row_order(info.name, spec)
+
+    def read_rows(start: int, stop: int) -> Tensor:
+        if len(info.shape) == 1:
+            values = file.dequantize(info.name)
+            return torch.from_numpy(values if order is None else values[order])[start:stop]
+        rows = slice(start, stop) if order is None else order[start:stop]
+        return torch.from_numpy(file.dequantize_rows(info.name, rows)).view(-1, *info.shape[1:])
+
+    name = find_hf_name(info.name, spec) or info.name
+    return _Stored(name, info.shape, info.num_bytes, read_rows, lambda: file.release(info.name))
+
+
+def _check_tensors(model: nn.Module, checkpoint: Mapping[str, _Stored], source: ModelSource) -> None:
+    """A tied parameter has two names, of which one is enough."""
+    names_of: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(parameter, []).append(name)
+    shapes = {name: tuple(parameter.shape) for parameter, names in names_of.items() for name in names}
+    missing = [names[0] for names in names_of.values() if not checkpoint.keys() & set(names)]
+    unexpected = [show(name) for name in checkpoint if name not in shapes]
+    misshaped = [
+        f"{name} {list(stored.shape)} instead of {list(shapes[name])}"
+        for name, stored in checkpoint.items()
+        if name in shapes and stored.shape != shapes[name]
+    ]
+    faults = {"missing": missing, "unexpected": unexpected, "mis-shaped": misshaped}
+    if any(faults.values()):
+        listed = "; ".join(_list_names(kind, names) for kind, names in faults.items() if names)
+        raise WeightsError(f"the weights of {source.name} do not fit its configuration: {listed}")
+
+
+def _list_names(kind: str, names: list[str]) -> str:
+    rest = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+    return f"{len(names)} {kind} ({', '.join(names[:_NUM_SHOWN])}{rest})"
+
+
+def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Replace parameters on the meta device by uninitialised ones; tied ones stay tied."""
+    if stuck := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+        raise InternalError(f"buffers {stuck} are on the meta device and are in no file")
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta and parameter not in made:
+                data = torch.empty(parameter.shape, device=device, dtype=dtype)
+                made[parameter] = nn.Parameter(data, requires_grad=False)
+            if parameter.is_meta:
+                setattr(module, name, made[parameter])
+
+
+def _fill(parameter: nn.Parameter, stored: _Stored) -> None:
+    with torch.no_grad():
+        for start, stop in _pieces(stored.shape):
+            parameter[start:stop].copy_(stored.read_rows(start, stop))
+
+
+def _compare(parameter: nn.Parameter, stored: _Stored, *, first_name: str) -> None:
+    """A tied parameter that the files hold twice must be the same twice."""
+    for start, stop in _pieces(stored.shape):
+        values = stored.read_rows(start, stop).to(parameter.device, parameter.dtype)
+        if not torch.equal(parameter[start:stop], values):
+            raise WeightsError(
+                f"{stored.name} differs from {first_name}, but the configuration ties them: set tie_word_embeddings "
+                "to false"
+            )
+
+
+def _pieces(shape: tuple[int, ...]) -> Iterable[tuple[int, int]]:
+    """Ranges of rows that are about a chunk each."""
+    num_rows = max(1, _CHUNK_BYTES // (4 * math.prod(shape[1:])))
+    return ((start, min(start + num_rows, shape[0])) for start in range(0, shape[0], num_rows))

@@ -1,0 +1,329 @@
+"""`Scheduler`: who computes which tokens in the next step, and what follows from what the step gave.
+
+One counter a request, `num_computed_tokens`, catches up with `num_tokens`; prefill, its chunks, decode and computing
+again after a preemption are the same thing. Running requests come first, then waiting ones, both in order of arrival.
+When blocks run out, the running request that arrived last yields: its blocks are freed and it computes again later. The
+one that needs the blocks never yields itself: if it arrived last, it keeps what it has and sits the step out. So the
+oldest request always advances, and each ends.
+
+Each plan must come back through `update` before the next `schedule`, an empty one too (as `StepResult()` if there is
+nothing to report). A move that a result does not name stays in flight, and its blocks with it.
+"""
+
+import hashlib
+import logging
+from dataclasses import dataclass, field
+
+from ambidex.core.errors import ContextLengthError, InternalError, RequestError
+from ambidex.core.ids import RequestId
+from ambidex.core.request import FinishReason, Request, RequestStatus
+from ambidex.core.step import NewRequest, SampledToken, ScheduledRequest, StepPlan, StepResult
+from ambidex.kv.manager import KVLease, KVManager
+from ambidex.sched.admission import Admission, AdmissionState, decide_admission
+from ambidex.sched.budget import TokenBudget
+from ambidex.sched.queue import Entry, RequestQueues
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A step that is being put together."""
+
+    budget: TokenBudget
+    chunks: list[ScheduledRequest] = field(default_factory=list)
+    new_requests: list[NewRequest] = field(default_factory=list)
+    entries: dict[RequestId, Entry] = field(default_factory=dict)
+
+
+class Scheduler:
+    """Continuous batching over a `KVManager`.
+
+    Args:
+        max_tokens_per_step: token budget of one step; longer prompts are computed in chunks.
+        max_running_requests: requests that hold blocks at the same time.
+        max_context_len: prompt and answer of a request together, in tokens, whatever the request allows.
+        seed: from it and the order of arrival follow the seeds of requests that bring none.
+    """
+
+    def __init__(
+        self,
+        kv: KVManager,
+        *,
+        max_tokens_per_step: int,
+        max_running_requests: int,
+        max_context_len: int,
+        seed: int = 0,
+    ) -> None:
+        self._kv = kv
+        self._max_tokens_per_step = max_tokens_per_step
+        self._max_running_requests = max_running_requests
+        self._max_context_len = max_context_len
+        self._seed = seed
+        self._queues = RequestQueues()
+        self._in_step: dict[RequestId, Entry] | None = None
+        self._gone: list[RequestId] = []  # announced to the executor, to be forgotten by it
+        self._failed: list[Request] = []  # failed while scheduling, to be reported by `update`
+        self._num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another step is needed: to compute, to end moves, or to tell the executor whom to forget."""
+        return bool(self.num_running or self.num_waiting or self._gone or self._failed or self._kv.num_moves)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait."""
+        return self._queues.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Requests that run."""
+        return self._queues.num_running
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times that a running request had to yield."""
+        return self._num_preemptions
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: the prompt is empty, or a request of that name has not ended.
+            ContextLengthError: the prompt leaves no room for an answer.
+        """
+        if not request.prompt_token_ids:
+            raise RequestError(f"the prompt of request {request.request_id} has 0 tokens: at least 1 is needed")
+        limit = min(request.max_total_tokens, self._max_context_len)
+        if len(request.prompt_token_ids) >= limit:
+            raise ContextLengthError(len(request.prompt_token_ids), limit)
+        if self._queues.find(request.request_id):
+            raise RequestError(f"request {request.request_id} has not ended: choose another name")
+        self._queues.add(request)
+
+    def abort(self, request_id: RequestId) -> bool:
+        """End a request now, in whatever state it is; False if none of that name is left."""
+        return self.finish(request_id, FinishReason.ABORT)
+
+    def finish(self, request_id: RequestId, reason: FinishReason, error: str | None = None) -> bool:
+        """End a request for a reason of the caller's (a stop string); False if none of that name is left.
+
+        A token that the current step still computes for it is dropped.
+        """
+        entry = self._queues.find(request_id)
+        if entry:
+            self._end(entry, reason, error)
+        return entry is not None
+
+    def schedule(self) -> StepPlan:
+        """Decide on the next step.
+
+        Raises:
+            InternalError: the last plan has not come back through `update`.
+        """
+        if self._in_step is not None:
+            raise InternalError("schedule() is called before the last plan came back through update()")
+        draft = _Draft(TokenBudget(self._max_tokens_per_step))
+        self._continue_running(draft)
+        self._start_waiting(draft)
+        moves = self._kv.begin_demotions(
+            {_lease(entry): entry.request.num_computed_tokens for entry in self._queues.running()}
+        )
+        if not draft.chunks and (self.num_running or self.num_waiting) and not self._kv.num_moves:
+            raise InternalError(f"no request can run: {self._kv.usage()}")
+        self._in_step = draft.entries
+        finished, self._gone = tuple(self._gone), []
+        return StepPlan(
+            requests=tuple(draft.chunks),
+            moves=moves,
+            new_requests=tuple(draft.new_requests),
+            finished_requests=finished,
+        )
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[Request]:
+        """Take in what a step gave; returns the requests that got a token or ended in it, aborted ones excepted.
+
+        A stop token is appended to `output_token_ids` like any other: whoever shows the answer leaves it out when
+        `finish_reason` is STOP. It ends the answer only behind `min_output_tokens` other tokens.
+
+        Raises:
+            InternalError: the result does not fit the plan, or the plan is not the last one.
+        """
+        in_step, self._in_step = self._in_step, None
+        if in_step is None or in_step.keys() != {chunk.request_id for chunk in plan.requests}:
+            raise InternalError("update() is called with a plan that is not the last one of schedule()")
+        _check_result(plan, result)
+        self._kv.finish_moves(result.finished_moves, result.failed_moves)
+        changed, self._failed = self._failed, []
+        for chunk in plan.requests:
+            entry = in_step[chunk.request_id]
+            if entry.request.status is not RequestStatus.RUNNING:  # ended while the step ran
+                continue
+            if (error := result.failures.get(chunk.request_id)) is not None:
+                self._end(entry, FinishReason.ERROR, error)
+            else:
+                self._advance(entry, chunk, result.tokens.get(chunk.request_id))
+            if chunk.is_sampled or error is not None:
+                changed.append(entry.request)
+        return changed
+
+    def _continue_running(self, draft: _Draft) -> None:
+        for entry in self._queues.running():
+            if entry.request.status is not RequestStatus.RUNNING or not draft.budget.num_left:
+                return  # it yielded to an older one, and so did all behind it; or there is nothing left to give
+            num_tokens = _next_len(entry, draft)
+            if self._kv.num_missing_blocks(None, num_tokens) > self._kv.num_blocks:
+                self._fail(entry)
+            elif self._make_room(entry, num_tokens):
+                self._draft_chunk(entry, num_tokens, draft)
+
+    def _start_waiting(self, draft: _Draft) -> None:
+        while entry := self._queues.first_waiting:
+            decision = decide_admission(self._admission_state(entry, draft.budget))
+            if decision is Admission.NEVER_FITS:
+                self._fail(entry)
+                continue
+            if decision is not Admission.ADMIT:
+                return
+            entry.lease = self._kv.open(entry.request_id)
+            self._queues.start(entry)
+            num_tokens = _next_len(entry, draft)
+            if not self._try_extend(entry, num_tokens):
+                raise InternalError(f"request {entry.request_id} was admitted, but does not fit")
+            self._draft_chunk(entry, num_tokens, draft)
+            if not entry.is_announced:
+                draft.new_requests.append(self._announce(entry))
+
+    def _make_room(self, entry: Entry, num_tokens: int) -> bool:
+        while not self._try_extend(entry, num_tokens):
+            victim = self._queues.last_running
+            if victim is None or victim is entry:
+                return False
+            self._preempt(victim)
+        return True
+
+    def _try_extend(self, entry: Entry, num_tokens: int) -> bool:
+        return self._kv.try_extend(_lease(entry), num_tokens, num_known_tokens=entry.request.num_tokens)
+
+    def _draft_chunk(self, entry: Entry, num_tokens: int, draft: _Draft) -> None:
+        request, start = entry.request, entry.request.num_computed_tokens
+        draft.budget.take(num_tokens - start)
+        draft.entries[entry.request_id] = entry
+        draft.chunks.append(
+            ScheduledRequest(
+                request_id=entry.request_id,
+                token_ids=request.token_ids(start, num_tokens),
+                start=start,
+                blocks=self._kv.table(_lease(entry), num_tokens),
+                is_sampled=num_tokens == request.num_tokens,
+            )
+        )
+
+    def _admission_state(self, entry: Entry, budget: TokenBudget) -> AdmissionState:
+        return AdmissionState(
+            num_needed_blocks=self._kv.num_missing_blocks(None, entry.request.num_tokens),
+            num_reserved_blocks=sum(self._num_reserved_blocks(running) for running in self._queues.running()),
+            num_free_blocks=self._kv.num_free_blocks,
+            num_total_blocks=self._kv.num_blocks,
+            num_running=self._queues.num_running,
+            max_running=self._max_running_requests,
+            num_budget_tokens=budget.num_left,
+        )
+
+    def _num_reserved_blocks(self, entry: Entry) -> int:
+        num_soon = entry.request.num_tokens + self._kv.block_size
+        num_at_most = self._max_len(entry.request) - 1  # the last token of an answer is never computed
+        return self._kv.num_missing_blocks(entry.lease, min(num_soon, num_at_most))
+
+    def _announce(self, entry: Entry) -> NewRequest:
+        entry.is_announced = True
+        request = entry.request
+        seed = request.params.seed if request.params.seed is not None else _derive_seed(self._seed, entry.arrival)
+        return NewRequest(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            params=request.params,
+            seed=seed,
+            stop_ids=request.stop_ids,
+        )
+
+    def _preempt(self, entry: Entry) -> None:
+        self._queues.requeue(entry)
+        self._release(entry)
+        entry.request.num_computed_tokens = 0
+        entry.request.num_preemptions += 1
+        self._num_preemptions += 1
+        logger.info("request %s yields its KV blocks and computes again later", entry.request_id)
+
+    def _advance(self, entry: Entry, chunk: ScheduledRequest, token: SampledToken | None) -> None:
+        request = entry.request
+        request.num_computed_tokens = chunk.start + len(chunk.token_ids)
+        if not chunk.is_sampled or token is None:
+            return
+        request.output_token_ids.append(token.token_id)
+        reason = self._finish_reason(request)
+        if reason:
+            self._end(entry, reason)
+
+    def _finish_reason(self, request: Request) -> FinishReason | None:
+        num_output = len(request.output_token_ids)
+        if request.output_token_ids[-1] in request.stop_ids and num_output > request.params.min_output_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if request.num_tokens >= self._max_len(request) else None
+
+    def _max_len(self, request: Request) -> int:
+        limit = min(request.max_total_tokens, self._max_context_len)
+        if request.params.max_output_tokens is None:
+            return limit
+        return min(limit, len(request.prompt_token_ids) + request.params.max_output_tokens)
+
+    def _fail(self, entry: Entry) -> None:
+        num_needed = self._kv.num_missing_blocks(None, entry.request.num_tokens)
+        error = (
+            f"a context of {entry.request.num_tokens} tokens needs {num_needed} KV blocks, all tiers together have "
+            f"{self._kv.num_blocks} of {self._kv.block_size} tokens: raise --kv-gpu-tokens or --dram-memory"
+        )
+        self._end(entry, FinishReason.ERROR, error)
+        self._failed.append(entry.request)
+
+    def _end(self, entry: Entry, reason: FinishReason, error: str | None = None) -> None:
+        self._queues.remove(entry)
+        self._release(entry)
+        entry.request.finish_reason = reason
+        entry.request.error = error
+        if entry.is_announced:
+            self._gone.append(entry.request_id)
+
+    def _release(self, entry: Entry) -> None:
+        if entry.lease:
+            self._kv.release(entry.lease)
+            entry.lease = None
+
+
+def _next_len(entry: Entry, draft: _Draft) -> int:
+    num_computed = entry.request.num_computed_tokens
+    return num_computed + draft.budget.offer(entry.request.num_tokens - num_computed)
+
+
+def _lease(entry: Entry) -> KVLease:
+    if entry.lease is None:
+        raise InternalError(f"request {entry.request_id} runs without a lease")
+    return entry.lease
+
+
+def _check_result(plan: StepPlan, result: StepResult) -> None:
+    answered = result.tokens.keys() | result.failures.keys()
+    missing = {chunk.request_id for chunk in plan.requests if chunk.is_sampled} - answered
+    unasked = result.tokens.keys() - {chunk.request_id for chunk in plan.requests if chunk.is_sampled}
+    unknown = result.failures.keys() - {chunk.request_id for chunk in plan.requests}
+    if missing or unasked or unknown:
+        raise InternalError(
+            f"the result does not fit the plan: no token for {sorted(missing)}, a token unasked for {sorted(unasked)}, "
+            f"a failure of unknown {sorted(unknown)}"
+        )
+
+
+def _derive_seed(seed: int, arrival: int) -> int:
+    digest = hashlib.blake2b(f"{seed} {arrival}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1  # 63 bits: what a signed 64-bit seed holds

@@ -1,0 +1,33 @@
+"""What all tests share: hypothesis' profiles, PyTorch's share of the cores, real English text."""
+
+import os
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+from hypothesis import settings
+
+MIN_REAL_TEXT_CHARS = 200_000
+"""40,000 tokens at up to 5 characters each (SmolLM2 on this text: 4.1)."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set what must stand before the first test module is imported."""
+    if not config.getoption("hypothesis_profile", None):
+        # No deadline: the cores are shared. A failure prints the line that reproduces it; CI draws the same examples.
+        settings.register_profile("ambidex", deadline=None, print_blob=True, derandomize="CI" in os.environ)
+        settings.load_profile("ambidex")
+    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if num_workers > 1:  # torch reads this when it is imported: the workers share the cores instead of fighting
+        num_threads = max(1, len(os.sched_getaffinity(0)) // num_workers)
+        os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+
+
+@pytest.fixture(scope="session")
+def real_text() -> str:
+    """English text of at least 40,000 tokens: the file AMBIDEX_TEST_TEXT, else Python's own documentation."""
+    path = os.environ.get("AMBIDEX_TEST_TEXT")
+    text = Path(path).read_text(encoding="utf-8") if path else "\n\n".join(topics[name] for name in sorted(topics))
+    if len(text) < MIN_REAL_TEXT_CHARS:
+        raise pytest.UsageError(f"AMBIDEX_TEST_TEXT={path}: needs {MIN_REAL_TEXT_CHARS} characters, has {len(text)}")
+    return text

@@ -1,0 +1,70 @@
+"""Greedy tokens do not depend on where the KV cache lies, how it is cut, or who else is computed in the same step."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from ambidex import LLM, EngineConfig, SamplingParams
+from ambidex.core.config import DeviceKind, DTypeChoice
+from tiny_engine import make_engine_folder
+from tiny_models import VARIANTS, VOCAB_SIZE
+
+NUM_OUTPUT = 24
+LENGTHS = (1, 5, 16, 17, 33, 40, 63, 90)
+PARAMS = SamplingParams(max_output_tokens=NUM_OUTPUT, temperature=0.0, ignore_eos=True)
+SPLITS: dict[str, dict[str, int | None]] = {
+    "none on the accelerator": {"kv_gpu_tokens": 0},
+    "one block": {"kv_gpu_tokens": 1},
+    "sink and short window": {"kv_gpu_tokens": 512, "num_sink_tokens": 4, "recent_window": 8},
+    "window without sink": {"kv_gpu_tokens": 512, "num_sink_tokens": 0, "recent_window": 20},
+    "pressure": {"kv_gpu_tokens": 64, "num_sink_tokens": 8},
+    "almost all": {"kv_gpu_tokens": 96, "num_sink_tokens": 8, "recent_window": 64},
+}
+DEVICES = [DeviceKind.CPU, pytest.param(DeviceKind.CUDA, marks=pytest.mark.gpu)]
+
+
+def make_prompts() -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+
+
+def answers(folder: Path, prompts: list[list[int]], **settings: object) -> list[tuple[int, ...]]:
+    """Greedy tokens of each prompt, in fp32."""
+    config = EngineConfig(model=str(folder), dtype=DTypeChoice.FP32, **settings)  # type: ignore[arg-type]
+    with LLM(config) as llm:
+        return [output.token_ids for output in llm.generate(prompts, PARAMS)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_tokens_under_every_split_equal_unsplit_run(variant: str, device: DeviceKind, tmp_path: Path) -> None:
+    folder = make_engine_folder(tmp_path, variant)
+    prompts = make_prompts()
+    wanted = [answers(folder, [prompt], device=device)[0] for prompt in prompts]
+    assert len(set(wanted)) > 1, "the model answers every prompt alike: the test would prove nothing"
+    for name, split in SPLITS.items():
+        for block_size in (4, 16, 64):
+            for max_tokens_per_step in (512, 7):
+                got = answers(
+                    folder, prompts, device=device, block_size=block_size,
+                    max_tokens_per_step=max_tokens_per_step, **split,
+                )  # fmt: skip
+                assert got == wanted, f"{name}, blocks of {block_size}, {max_tokens_per_step} tokens a step, together"
+        alone = [answers(folder, [prompt], device=device, block_size=4, **split)[0] for prompt in prompts[-2:]]
+        assert alone == wanted[-2:], f"{name}, alone"
+
+
+def test_greedy_tokens_when_blocks_run_out_equal_unsplit_run(tmp_path: Path) -> None:
+    folder = make_engine_folder(tmp_path, "llama")
+    prompts = make_prompts()
+    wanted = [answers(folder, [prompt])[0] for prompt in prompts]
+    config = EngineConfig(
+        model=str(folder), dtype=DTypeChoice.FP32, block_size=4, kv_gpu_tokens=32, dram_memory=120 * 1536,
+        max_context_len=120,
+    )  # fmt: skip
+    with LLM(config) as llm:
+        got = [output.token_ids for output in llm.generate(prompts, PARAMS)]
+        num_preemptions = llm.stats().num_preemptions
+    assert num_preemptions > 0, "nothing was preempted: the test would prove nothing"
+    assert got == wanted

@@ -1,0 +1,207 @@
+"""The scheduler under random traffic, with tiny pools and an executor that fails and lags: every request ends, with the
+tokens that it would have got alone, and every block comes back."""
+
+import random
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ambidex.core.ids import RequestId, Tier
+from ambidex.core.regions import Regions
+from ambidex.core.request import FinishReason, Request, RequestStatus, SamplingParams
+from ambidex.core.step import StepPlan
+from ambidex.kv.manager import KVManager
+from ambidex.sched.scheduler import Scheduler
+from fake_executor import VOCAB_SIZE, FakeExecutor, expected_answer
+
+MAX_CONTEXT_LEN = 24
+STOP_IDS = frozenset({0, 1})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """A random load and the engine that it meets."""
+
+    seed: int
+    block_size: int
+    gpu: int
+    spare: int
+    sink: int
+    recent: int | None
+    max_tokens_per_step: int
+    max_running_requests: int
+    num_requests: int
+    arrivals: float
+    aborts: float
+    move_failures: float
+    move_delays: float
+    request_failures: float
+
+
+TRAFFIC = st.builds(
+    Traffic,
+    seed=st.integers(0, 2**32),
+    block_size=st.integers(1, 4),
+    gpu=st.integers(0, 8),
+    spare=st.integers(0, 6),
+    sink=st.integers(0, 4),
+    recent=st.none() | st.integers(0, 8),
+    max_tokens_per_step=st.integers(1, 20),
+    max_running_requests=st.integers(1, 5),
+    num_requests=st.integers(1, 10),
+    arrivals=st.sampled_from([0.3, 1.0]),
+    aborts=st.sampled_from([0.0, 0.1]),
+    move_failures=st.sampled_from([0.0, 0.3, 1.0]),
+    move_delays=st.sampled_from([0.0, 0.5]),
+    request_failures=st.sampled_from([0.0, 0.02]),
+)
+
+
+@dataclass
+class Run:
+    """One run of a load until nothing is left to do."""
+
+    traffic: Traffic
+    requests: list[Request] = field(default_factory=list)
+    aborted: set[RequestId] = field(default_factory=set)
+    reported: set[RequestId] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        traffic = self.traffic
+        self.rng = random.Random(traffic.seed)
+        regions = Regions(block_size=traffic.block_size, num_sink_tokens=traffic.sink, recent_window=traffic.recent)
+        num_blocks = -(-(MAX_CONTEXT_LEN - 1) // traffic.block_size) + traffic.spare
+        gpu = min(traffic.gpu, num_blocks)
+        self.kv = KVManager({Tier.GPU: gpu, Tier.DRAM: num_blocks - gpu}, regions)
+        self.scheduler = Scheduler(
+            self.kv,
+            max_tokens_per_step=traffic.max_tokens_per_step,
+            max_running_requests=traffic.max_running_requests,
+            max_context_len=MAX_CONTEXT_LEN,
+        )
+        self.executor = FakeExecutor(
+            block_size=traffic.block_size,
+            rng=self.rng,
+            move_failures=traffic.move_failures,
+            move_delays=traffic.move_delays,
+            request_failures=traffic.request_failures,
+        )
+
+    def finish(self) -> None:
+        """Step until the scheduler has no work; a generous limit of steps stands for "no deadlock"."""
+        for _ in range(20 * self.traffic.num_requests * MAX_CONTEXT_LEN):
+            while len(self.requests) < self.traffic.num_requests and self.rng.random() < self.traffic.arrivals:
+                self._add()
+            if len(self.requests) == self.traffic.num_requests and not self.scheduler.has_work:
+                return
+            self._step()
+        raise AssertionError("the scheduler has work for ever")
+
+    def _add(self) -> None:
+        longest = self.rng.choice([4, 4, MAX_CONTEXT_LEN - 1])  # short prompts outgrow their blocks: preemption
+        prompt_len = self.rng.randint(1, longest)
+        max_output = self.rng.choice([None, None, 3])
+        request = Request(
+            request_id=RequestId(f"r{len(self.requests)}"),
+            prompt_token_ids=tuple(self.rng.randrange(VOCAB_SIZE) for _ in range(prompt_len)),
+            params=SamplingParams(max_output_tokens=max_output, min_output_tokens=self.rng.choice([0, 1])),
+            max_total_tokens=self.rng.choice([prompt_len + 1, MAX_CONTEXT_LEN, MAX_CONTEXT_LEN]),
+            stop_ids=self.rng.choice([frozenset(), frozenset(), STOP_IDS]),
+        )
+        self.requests.append(request)
+        self.scheduler.add(request)
+
+    def _step(self) -> None:
+        self._maybe_abort()
+        plan = self.scheduler.schedule()
+        self._check_plan(plan)
+        self._maybe_abort()
+        result = self.executor.execute(plan)
+        self._maybe_abort()
+        changed = self.scheduler.update(plan, result)
+        self.kv.check()
+        for request in changed:
+            if request.status is RequestStatus.FINISHED:
+                assert request.request_id not in self.reported, "an end is reported twice"
+                self.reported.add(request.request_id)
+
+    def _maybe_abort(self) -> None:
+        if self.requests and self.rng.random() < self.traffic.aborts:
+            request = self.rng.choice(self.requests)
+            is_alive = request.status is not RequestStatus.FINISHED
+            assert self.scheduler.abort(request.request_id) == is_alive
+            if is_alive:
+                self.aborted.add(request.request_id)
+            self.kv.check()
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        self.kv.check()
+        assert plan.num_tokens <= self.traffic.max_tokens_per_step
+        assert self.scheduler.num_running <= self.traffic.max_running_requests
+        ids = [chunk.request_id for chunk in plan.requests]
+        assert len(set(ids)) == len(ids)
+        arrivals = [int(request_id[1:]) for request_id in ids]
+        assert arrivals == sorted(arrivals), "requests are not served in order of arrival"
+
+
+@settings(max_examples=150, deadline=None)
+@given(traffic=TRAFFIC)
+def test_scheduler_under_random_traffic_ends_each_request_with_its_tokens(traffic: Traffic) -> None:
+    run = Run(traffic)
+    run.finish()
+
+    for request in run.requests:
+        assert request.status is RequestStatus.FINISHED
+        limit = min(request.max_total_tokens, MAX_CONTEXT_LEN)
+        output, reason = expected_answer(request.prompt_token_ids, request.params, request.stop_ids, limit)
+        if request.request_id in run.aborted:
+            assert request.finish_reason is FinishReason.ABORT
+            assert request.output_token_ids == output[: len(request.output_token_ids)]
+        elif request.finish_reason is FinishReason.ERROR:
+            assert traffic.request_failures > 0
+            assert request.error == "made to fail"
+            assert request.output_token_ids == output[: len(request.output_token_ids)]
+        else:
+            assert (request.output_token_ids, request.finish_reason) == (output, reason)
+    assert run.reported | run.aborted == {request.request_id for request in run.requests}
+    assert not run.executor.known, "the executor was not told of every end"
+    assert run.kv.num_free_blocks == run.kv.num_blocks
+    assert run.kv.num_moves == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    spare=st.integers(3, 6),
+    block_size=st.integers(2, 4),
+    sink=st.integers(0, 4),
+    recent=st.none() | st.integers(0, 8),
+    prompt_len=st.integers(1, 40),
+    max_tokens_per_step=st.integers(1, 40),
+)
+def test_newest_block_of_a_lone_request_always_lies_on_the_accelerator(
+    spare: int, block_size: int, sink: int, recent: int | None, prompt_len: int, max_tokens_per_step: int
+) -> None:
+    regions = Regions(block_size=block_size, num_sink_tokens=sink, recent_window=recent)
+    # Room for the sink and three more: the newest block, the one finished in this step, and the one that is leaving.
+    num_sink_blocks = -(-sink // block_size)
+    kv = KVManager({Tier.GPU: num_sink_blocks + spare, Tier.DRAM: 40}, regions)
+    scheduler = Scheduler(
+        kv, max_tokens_per_step=max_tokens_per_step, max_running_requests=1, max_context_len=prompt_len + 20
+    )
+    params = SamplingParams(max_output_tokens=20)
+    scheduler.add(
+        Request(
+            request_id=RequestId("r"),
+            prompt_token_ids=(5,) * prompt_len,
+            params=params,
+            max_total_tokens=prompt_len + 20,
+        )
+    )
+    executor = FakeExecutor(block_size=block_size)
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        for chunk in plan.requests:
+            if (chunk.start + len(chunk.token_ids)) % block_size:  # the newest block is unfinished
+                assert chunk.blocks[-1].tier is Tier.GPU
+        scheduler.update(plan, executor.execute(plan))

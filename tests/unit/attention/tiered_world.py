@@ -1,0 +1,134 @@
+"""Requests that grow from step to step over random blocks of two tiers, beside their whole context for the truth."""
+
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ambidex.attention.tiered import TieredAttention
+from ambidex.core.dtypes import DType
+from ambidex.core.ids import BlockId, RequestId, Tier
+from ambidex.core.kv_spec import KVSpec
+from ambidex.core.model_spec import Activation, ModelSpec
+from ambidex.core.step import BlockRef, ScheduledRequest
+from ambidex.storage.kv_pool import TORCH_DTYPES, KVPool
+from dense_attention import visible_keys
+from truth import assert_within_twice_plain, naive_attend
+
+TierOf = Callable[[int, int], Tier]
+
+
+def make_model_spec(
+    windows: tuple[int | None, ...] = (None,), *, num_q_heads: int = 6, num_kv_heads: int = 2, head_dim: int = 16
+) -> ModelSpec:
+    return ModelSpec(
+        architecture="llama",
+        num_layers=len(windows),
+        hidden_size=num_q_heads * head_dim,
+        intermediate_size=1,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=1,
+        max_context_len=4096,
+        norm_eps=1e-5,
+        activation=Activation.SILU,
+        rope=None,
+        windows=windows,
+        tie_embeddings=True,
+    )
+
+
+def make_pools(
+    spec: ModelSpec, num_blocks: dict[Tier, int], *, block_size: int, dtype: DType = DType.FP32, device: str = "cpu"
+) -> dict[Tier, KVPool]:
+    """Pools full of NaN: what was never stored must never be seen."""
+    kv_spec = KVSpec.of(spec, dtype=dtype, block_size=block_size)
+    pools = {
+        tier: KVPool(kv_spec, tier, count, device=torch.device(device if tier is Tier.GPU else "cpu"), pinned=False)
+        for tier, count in num_blocks.items()
+    }
+    for pool in pools.values():
+        pool.k.fill_(torch.nan)
+        pool.v.fill_(torch.nan)
+    return pools
+
+
+class TieredWorld:
+    """Runs steps through `TieredAttention` and checks each layer's output against attention over the whole context.
+
+    `tier_of(request_idx, block_idx)` says where a block is placed; ids are drawn at random.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tier_of: TierOf,
+        *,
+        block_size: int,
+        num_blocks: dict[Tier, int] | None = None,
+        dtype: DType = DType.FP32,
+        device: str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        num_blocks = num_blocks or {Tier.GPU: 64, Tier.DRAM: 64}
+        self.spec, self.tier_of, self.block_size, self.device = spec, tier_of, block_size, device
+        self.dtype = TORCH_DTYPES[dtype]
+        self.pools = make_pools(spec, num_blocks, block_size=block_size, dtype=dtype, device=device)
+        self.attention = TieredAttention(spec, self.pools)
+        self.random = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.free = {tier: self.random.sample(range(count), count) for tier, count in num_blocks.items()}
+        self.blocks: dict[int, list[BlockRef]] = {}
+        self.contexts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (request, layer) → K, V [Hkv, S, D]
+
+    def context_len(self, request_idx: int) -> int:
+        return self.contexts[request_idx, 0][0].shape[1] if (request_idx, 0) in self.contexts else 0
+
+    def schedule(self, request_idx: int, num_tokens: int) -> ScheduledRequest:
+        """Plan the request's next tokens, with as many blocks as they need."""
+        start, blocks = self.context_len(request_idx), self.blocks.setdefault(request_idx, [])
+        while len(blocks) * self.block_size < start + num_tokens:
+            tier = self.tier_of(request_idx, len(blocks))
+            blocks.append(BlockRef(tier, BlockId(self.free[tier].pop())))
+        return ScheduledRequest(
+            request_id=RequestId(str(request_idx)),
+            token_ids=(0,) * num_tokens,
+            start=start,
+            blocks=tuple(blocks),
+            is_sampled=False,
+        )
+
+    def step(self, work: Sequence[tuple[int, int]]) -> None:
+        """One step over (request index, new tokens) pairs, all layers, each output checked."""
+        self.attention.begin([self.schedule(request_idx, num_tokens) for request_idx, num_tokens in work])
+        for layer_idx in range(self.spec.num_layers):
+            q, k, v = (self._random_rows(work, heads) for heads in self._head_counts())
+            out = self.attention.attend(layer_idx, q.to(self.device), k.to(self.device), v.to(self.device))
+            assert out.dtype == self.dtype
+            assert out.device.type == self.device
+            row = 0
+            for request_idx, num_tokens in work:
+                rows = slice(row, row + num_tokens)
+                self._check(request_idx, layer_idx, out[rows].cpu(), q[rows], k[rows], v[rows])
+                row += num_tokens
+
+    def _check(self, request_idx: int, layer_idx: int, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+        if (request_idx, layer_idx) in self.contexts:
+            old_k, old_v = self.contexts[request_idx, layer_idx]
+            k, v = torch.cat((old_k, k), 1), torch.cat((old_v, v), 1)
+        self.contexts[request_idx, layer_idx] = (k, v)
+        visible = visible_keys(len(q), k.shape[1], self.spec.windows[layer_idx])
+        scale = self.spec.head_dim**-0.5
+        truth, _ = naive_attend(q.double(), k.double(), v.double(), scale, visible)
+        plain, _ = naive_attend(q, k, v, scale, visible)
+        assert_within_twice_plain(out, plain, truth, num_roundings=4)  # own, GPU and CPU states, result
+
+    def _head_counts(self) -> tuple[int, int, int]:
+        return self.spec.num_q_heads, self.spec.num_kv_heads, self.spec.num_kv_heads
+
+    def _random_rows(self, work: Sequence[tuple[int, int]], num_heads: int) -> Tensor:
+        num_tokens = sum(count for _, count in work)
+        return torch.randn(num_tokens, num_heads, self.spec.head_dim, generator=self.generator).to(self.dtype)

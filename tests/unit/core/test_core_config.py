@@ -1,0 +1,59 @@
+import dataclasses
+
+import pytest
+
+from ambidex.core.config import MAX_BLOCK_SIZE, EngineConfig, SettingKind, flag_name, variable_name
+from ambidex.core.errors import ConfigError
+
+
+def test_config_with_only_a_model_is_valid() -> None:
+    config = EngineConfig(model="smollm2")
+    assert config.recent_window is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("block_size", 0),
+        ("max_context_len", 1),
+        ("kv_gpu_tokens", -1),
+        ("num_sink_tokens", -1),
+        ("recent_window", -1),
+        ("max_tokens_per_step", 0),
+        ("max_running_requests", 0),
+        ("num_threads", 0),
+        ("seed", -1),
+    ],
+)
+def test_config_with_value_below_its_range_raises_naming_the_flag(name: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"{flag_name(name)} is {value}: it must be at least"):
+        dataclasses.replace(EngineConfig(model="m"), **{name: value})
+
+
+@pytest.mark.parametrize("name", ["gpu_memory", "dram_memory"])
+def test_config_with_negative_budget_raises(name: str) -> None:
+    with pytest.raises(ConfigError, match="must not be negative"):
+        dataclasses.replace(EngineConfig(model="m"), **{name: -1})
+
+
+def test_config_with_huge_block_raises() -> None:
+    assert EngineConfig(model="m", block_size=MAX_BLOCK_SIZE).block_size == MAX_BLOCK_SIZE
+    with pytest.raises(ConfigError, match="at most 1024"):
+        EngineConfig(model="m", block_size=MAX_BLOCK_SIZE + 1)
+
+
+def test_config_without_model_raises() -> None:
+    with pytest.raises(ConfigError, match="no model is named"):
+        EngineConfig(model="")
+
+
+def test_config_fields_have_kind_and_help() -> None:
+    for item in dataclasses.fields(EngineConfig):
+        if item.name != "model":
+            assert isinstance(item.metadata["kind"], SettingKind)
+            assert item.metadata["help"]
+
+
+def test_names_of_flag_and_variable_follow_the_field() -> None:
+    assert flag_name("kv_gpu_tokens") == "--kv-gpu-tokens"
+    assert variable_name("kv_gpu_tokens") == "AMBIDEX_KV_GPU_TOKENS"

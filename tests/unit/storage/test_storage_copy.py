@@ -1,0 +1,98 @@
+"""`CopyEngine`: moves arrive whole, and one that fails harms no other."""
+
+import logging
+
+import pytest
+import torch
+
+from ambidex.core.dtypes import DType
+from ambidex.core.errors import CopyError
+from ambidex.core.ids import BlockId, MoveId, Tier
+from ambidex.core.kv_spec import KVSpec
+from ambidex.core.step import BlockMove, BlockRef
+from ambidex.storage.copy import CopyEngine, MoveOutcome, copy_block
+from ambidex.storage.kv_pool import KVPool
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SPEC = KVSpec(num_layers=3, num_kv_heads=2, head_dim=8, dtype=DType.FP32, block_size=4)
+
+
+def make_pools(device: str = "cpu", *, pinned: bool = False) -> dict[Tier, KVPool]:
+    pools = {
+        Tier.GPU: KVPool(SPEC, Tier.GPU, 4, device=torch.device(device), pinned=False),
+        Tier.DRAM: KVPool(SPEC, Tier.DRAM, 6, device=torch.device("cpu"), pinned=pinned),
+    }
+    for pool in pools.values():
+        pool.k.normal_()
+        pool.v.normal_()
+    return pools
+
+
+def move(move_id: int, source: tuple[Tier, int], target: tuple[Tier, int]) -> BlockMove:
+    return BlockMove(
+        move_id=MoveId(move_id),
+        source=BlockRef(source[0], BlockId(source[1])),
+        target=BlockRef(target[0], BlockId(target[1])),
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_run_copies_k_and_v_of_all_layers_both_ways_and_nothing_else(device: str) -> None:
+    pools = make_pools(device, pinned=device == "cuda")
+    before = {tier: (pool.k.cpu().clone(), pool.v.cpu().clone()) for tier, pool in pools.items()}
+    outcome = CopyEngine(pools).run(
+        [
+            move(7, (Tier.GPU, 1), (Tier.DRAM, 5)),
+            move(8, (Tier.DRAM, 0), (Tier.GPU, 3)),
+            move(9, (Tier.GPU, 0), (Tier.GPU, 2)),
+        ]
+    )
+    assert outcome == MoveOutcome(finished=(MoveId(7), MoveId(8), MoveId(9)), failed=())
+    for gpu, dram in zip(before[Tier.GPU], before[Tier.DRAM], strict=True):
+        dram[:, :, 5] = gpu[:, :, 1]
+        gpu[:, :, 3] = dram[:, :, 0]
+        gpu[:, :, 2] = gpu[:, :, 0]
+    for tier, (k, v) in before.items():
+        assert torch.equal(pools[tier].k.cpu(), k)
+        assert torch.equal(pools[tier].v.cpu(), v)
+
+
+@pytest.mark.gpu
+def test_run_on_cuda_waits_for_what_the_compute_stream_was_given() -> None:
+    pools = make_pools("cuda", pinned=True)
+    gpu = pools[Tier.GPU]
+    torch.cuda._sleep(50_000_000)  # some 25 ms of work before the block is written
+    gpu.k[:, :, 1] = 3.0
+    CopyEngine(pools).run([move(0, (Tier.GPU, 1), (Tier.DRAM, 2))])
+    assert (pools[Tier.DRAM].k[:, :, 2] == 3.0).all()
+
+
+def test_run_when_one_copy_fails_reports_it_and_does_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    pools = make_pools()
+
+    def copy(source: KVPool, source_id: int, target: KVPool, target_id: int) -> None:
+        if source_id == 1:
+            raise CopyError("the link is down")
+        copy_block(source, source_id, target, target_id)
+
+    moves = [move(source_id, (Tier.GPU, source_id), (Tier.DRAM, source_id)) for source_id in range(3)]
+    with caplog.at_level(logging.WARNING):
+        outcome = CopyEngine(pools, copy=copy).run(moves)
+    assert outcome == MoveOutcome(finished=(MoveId(0), MoveId(2)), failed=(MoveId(1),))
+    assert torch.equal(pools[Tier.DRAM].k[:, :, 2], pools[Tier.GPU].k[:, :, 2])
+    assert "move 1 of block 1 from gpu to dram failed: the link is down" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [((Tier.GPU, 9), (Tier.DRAM, 0)), ((Tier.GPU, 0), (Tier.DRAM, 6)), ((Tier.GPU, 0), (Tier.CXL, 0))],
+)
+def test_run_with_a_block_that_does_not_exist_fails_that_move(
+    source: tuple[Tier, int], target: tuple[Tier, int]
+) -> None:
+    outcome = CopyEngine(make_pools()).run([move(3, source, target)])
+    assert outcome == MoveOutcome(finished=(), failed=(MoveId(3),))
+
+
+def test_run_without_moves_does_nothing() -> None:
+    assert CopyEngine(make_pools()).run([]) == MoveOutcome(finished=(), failed=())

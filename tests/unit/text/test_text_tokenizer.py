@@ -1,0 +1,59 @@
+from pathlib import Path
+
+import pytest
+
+from ambidex.core.errors import RequestError
+from ambidex.formats.locate import ModelSource, SourceKind, find_model
+from ambidex.text.folder_tokenizer import read_folder_tokenizer
+from ambidex.text.tokenizer import Tokenizer, load_tokenizer
+from tiny_tokenizers import gpt2_tokenizer, save_folder
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    folder = save_folder(tmp_path, gpt2_tokenizer(), bos_token="<|begin_of_text|>", eos_token="<|im_end|>")
+    return Tokenizer(read_folder_tokenizer(folder))
+
+
+def test_load_smollm2_reads_the_gguf() -> None:
+    tokenizer = load_tokenizer(find_model("smollm2"))
+    assert tokenizer.vocab_size == 49152
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
+    assert tokenizer.eos_ids == (2, 0)
+    assert len(tokenizer.special_ids) == 17
+    assert "SmolLM" in (tokenizer.chat_template or "")
+
+
+def test_load_folder_reads_the_json(tmp_path: Path) -> None:
+    save_folder(tmp_path, gpt2_tokenizer())
+    source = ModelSource(str(tmp_path), SourceKind.SAFETENSORS, tmp_path, (), tmp_path / "config.json")
+    assert load_tokenizer(source).vocab_size == 900
+
+
+def test_named_tokens_have_ids_and_strings(tokenizer: Tokenizer) -> None:
+    assert (tokenizer.bos_id, tokenizer.bos_token) == (3, "<|begin_of_text|>")
+    assert (tokenizer.eos_ids, tokenizer.eos_token) == ((2,), "<|im_end|>")
+
+
+def test_encode_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="half of a surrogate pair"):
+        tokenizer.encode("a\ud800")
+
+
+def test_decode_special_tokens_are_skipped_or_shown(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a<|im_end|>b")
+    assert tokenizer.decode(ids) == "ab"
+    assert tokenizer.decode(ids, skip_special=False) == "a<|im_end|>b"
+
+
+@pytest.mark.parametrize("unknown", [900, 10**12, -1])
+def test_decode_id_outside_the_vocabulary_adds_nothing(unknown: int, tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode([*tokenizer.encode("a"), unknown, *tokenizer.encode("b")]) == "ab"
+    assert tokenizer.token_bytes(unknown) == b""
+
+
+def test_token_text_shows_special_tokens_and_parts_of_characters(tokenizer: Tokenizer) -> None:
+    assert tokenizer.token_text(2) == "<|im_end|>"
+    ids = tokenizer.encode("\U0010ffff")
+    assert [tokenizer.token_bytes(token_id) for token_id in ids] == [b"\xf4", b"\x8f", b"\xbf", b"\xbf"]
+    assert tokenizer.token_text(ids[0]) == "\ufffd"
