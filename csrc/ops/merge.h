@@ -18,7 +18,7 @@ struct State {
 };
 
 // Where both sides saw no key, out is 0 and lse -inf. The out of a side that saw no key is not read. An lse of NaN or
-// +inf is never hidden: the merged lse is NaN or +inf too. `merged` may be `a` or `b`, but must not overlap them in part.
+// +inf is never hidden: the merged lse is NaN or +inf too. `merged` may be `a` or `b`, but not overlap them in part.
 // Allocates nothing; runs in the calling thread; moves 3 * rows * dim floats.
 void merge_states(Isa isa, ConstState a, ConstState b, State merged, std::size_t rows, std::size_t dim);
 

@@ -55,7 +55,8 @@ Isa find_isa(std::string_view name) {
     AMBIDEX_CHECK(runs_here(isa), "isa: this machine does not run \"", name, "\"; it runs ", list_available());
     return isa;
   }
-  throw_check("name_of(isa) == name", __FILE__, __LINE__, "isa: unknown \"", name, "\"; this machine runs ", list_available());
+  throw_check("name_of(isa) == name", __FILE__, __LINE__, "isa: unknown \"", name, "\"; this machine runs ",
+              list_available());
 }
 
 std::vector<Isa> available_isas() {

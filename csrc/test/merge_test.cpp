@@ -6,10 +6,10 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <limits>
 #include <random>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "ops/merge.h"
@@ -30,7 +30,8 @@ class Guarded {
     const std::size_t usable = (wanted + page - 1) / page * page;
     bytes_ = usable + page;
     base_ = static_cast<char*>(mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    if (base_ == MAP_FAILED || mprotect(base_ + usable, page, PROT_NONE) != 0) throw std::runtime_error("no guard page");
+    if (base_ == MAP_FAILED) throw std::runtime_error("mmap failed");
+    if (mprotect(base_ + usable, page, PROT_NONE) != 0) throw std::runtime_error("mprotect failed");
     data_ = reinterpret_cast<float*>(base_ + usable - wanted);
   }
   Guarded(const Guarded&) = delete;
@@ -51,11 +52,11 @@ struct Expected {
   double out, lse;
 };
 Expected naive(double out_a, double lse_a, double out_b, double lse_b) {
-  const double weight_a = std::isinf(lse_a) ? 0.0 : std::exp(lse_a);
-  const double weight_b = std::isinf(lse_b) ? 0.0 : std::exp(lse_b);
-  const double sum = weight_a + weight_b;
-  if (sum == 0.0) return {0.0, -std::numeric_limits<double>::infinity()};
-  return {((weight_a == 0.0 ? 0.0 : weight_a * out_a) + (weight_b == 0.0 ? 0.0 : weight_b * out_b)) / sum, std::log(sum)};
+  double sum = 0.0;
+  double weighted = 0.0;
+  if (!std::isinf(lse_a)) sum += std::exp(lse_a), weighted += std::exp(lse_a) * out_a;
+  if (!std::isinf(lse_b)) sum += std::exp(lse_b), weighted += std::exp(lse_b) * out_b;
+  return sum == 0.0 ? Expected{0.0, -std::numeric_limits<double>::infinity()} : Expected{weighted / sum, std::log(sum)};
 }
 
 // The last two rows see no key on one side (whose out is NaN), the one before them none on either.
@@ -78,6 +79,8 @@ bool close(double got, double expected, double scale) {
   return std::abs(got - expected) <= 4.0 * std::numeric_limits<float>::epsilon() * scale;
 }
 
+double size_of(float x) { return std::isnan(x) ? 0.0 : std::abs(x); }
+
 int check(Isa isa, std::size_t dim, std::size_t gap, bool in_place) {
   const Guarded out_a(kRows * dim, gap), lse_a(kRows, gap), out_b(kRows * dim, gap), lse_b(kRows, gap);
   const Guarded out(kRows * dim, gap), lse(kRows, gap);
@@ -92,7 +95,7 @@ int check(Isa isa, std::size_t dim, std::size_t gap, bool in_place) {
     const double lse_expected = naive(0.0, a_lse[row], 0.0, lse_b[row]).lse;
     wrong += !close(result_lse[row], lse_expected, 1.0 + std::abs(lse_expected));
     for (std::size_t i = row * dim; i < (row + 1) * dim; ++i) {
-      const double scale = (std::isnan(a[i]) ? 0.0 : std::abs(a[i])) + (std::isnan(out_b[i]) ? 0.0 : std::abs(out_b[i]));
+      const double scale = size_of(a[i]) + size_of(out_b[i]);
       wrong += !close(result[i], naive(a[i], a_lse[row], out_b[i], lse_b[row]).out, scale);
     }
   }

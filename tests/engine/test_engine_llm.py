@@ -121,6 +121,18 @@ def test_chat_uses_the_template(llm: LLM) -> None:
     assert output.prompt_token_ids == (1, *ids_of("u:hi;a:"))
 
 
+def test_chat_template_of_the_user_replaces_the_models(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages[0]['content'] }}!")
+    with LLM(str(folder), chat_template=str(file)) as llm:
+        assert llm.chat([{"role": "user", "content": "hi"}], GREEDY).prompt_token_ids == tuple(ids_of("hi!"))
+
+
+def test_chat_template_that_is_not_there_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--chat-template .* cannot be read"):
+        LLM(str(folder), chat_template=str(tmp_path / "none"))
+
+
 def test_generate_each_gives_every_prompt_its_answer_or_its_error(llm: LLM) -> None:
     items = [("a", GREEDY), ("", GREEDY), ("x" * 200, GREEDY), ("b", GREEDY)]
     outputs = dict(llm.generate_each(items))

@@ -63,6 +63,9 @@ class EngineConfig:
     load_format: LoadFormat = _setting(
         LoadFormat.AUTO, SettingKind.CHOICE, "auto reads the model's files; dummy makes random weights from its config"
     )
+    chat_template: str | None = _setting(
+        None, SettingKind.TEXT, "file with a Jinja chat template, in place of the one that the model brings"
+    )
     max_context_len: int | None = _setting(
         None, SettingKind.INT, "longest prompt and answer together; default: the model's, or what the KV tiers hold",
         unit="tokens", low=2,

@@ -4,12 +4,14 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import EngineConfig, LoadFormat
 from ambidex.core.dtypes import DType
+from ambidex.core.errors import ConfigError
 from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVSpec
 from ambidex.core.model_spec import ModelSpec
@@ -33,7 +35,8 @@ from ambidex.runner.sampler import Sampler
 from ambidex.sched.scheduler import Scheduler
 from ambidex.storage.copy import CopyBlock, CopyEngine, copy_block
 from ambidex.storage.kv_pool import KVPool
-from ambidex.text.tokenizer import load_tokenizer
+from ambidex.text.chat import ChatTemplate
+from ambidex.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +102,7 @@ def build_engine(
     return Engine(
         core=EngineCore(scheduler=scheduler, executor=runner),
         tokenizer=tokenizer,
+        chat_template=_chat_template(config, tokenizer),
         max_context_len=choices.memory.max_context_len,
         vocab_size=choices.spec.vocab_size,
         eos_ids=frozenset(choices.spec.eos_ids) | frozenset(tokenizer.eos_ids),
@@ -129,6 +133,16 @@ def _choose(config: EngineConfig) -> _Choices:
         kv=kv,
         memory=plan_memory(config, spec, kv, free=_free_memory(device), weights_bytes=weights_bytes),
     )
+
+
+def _chat_template(config: EngineConfig, tokenizer: Tokenizer) -> ChatTemplate:
+    source = tokenizer.chat_template
+    if config.chat_template is not None:
+        try:
+            source = Path(config.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--chat-template {config.chat_template} cannot be read: {error}") from error
+    return ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token)
 
 
 def _weights_bytes(spec: ModelSpec, dtype: DType) -> int:

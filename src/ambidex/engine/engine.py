@@ -29,6 +29,7 @@ class Engine:
         *,
         core: EngineCore,
         tokenizer: Tokenizer,
+        chat_template: ChatTemplate,
         max_context_len: int,
         vocab_size: int,
         eos_ids: frozenset[int],
@@ -44,11 +45,7 @@ class Engine:
         self._kv_bytes = kv_bytes
         self._live: dict[RequestId, tuple[Request, AnswerText]] = {}
         self._numbers = itertools.count()
-        self._chat_template = (
-            ChatTemplate(tokenizer.chat_template, bos=tokenizer.bos_token, eos=tokenizer.eos_token)
-            if tokenizer.chat_template is not None
-            else None
-        )
+        self._chat_template = chat_template
 
     @property
     def stats(self) -> EngineStats:
@@ -66,10 +63,7 @@ class Engine:
         Raises:
             RequestError: the model has no template, or the messages do not fit it.
         """
-        if self._chat_template is None:
-            raise RequestError("this model brings no chat template: use generate with a plain prompt")
-        text = self._chat_template.render(messages)
-        return self.tokenizer.encode(_valid_text(text), add_special=False)
+        return self.tokenizer.encode(self._chat_template.render(messages), add_special=False)
 
     def make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """Check a prompt and its parameters; nothing runs yet.
@@ -77,7 +71,7 @@ class Engine:
         Raises:
             RequestError, ContextLengthError: what is wrong with them.
         """
-        token_ids = self.tokenizer.encode(_valid_text(prompt)) if isinstance(prompt, str) else list(prompt)
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not token_ids or prompt == "":
             raise RequestError("the prompt is empty: give at least one token")
         self._check_ids("prompt", token_ids)
@@ -143,13 +137,3 @@ class Engine:
         for token_id in token_ids:
             if not isinstance(token_id, int) or not 0 <= token_id < self._vocab_size:
                 raise RequestError(f"{name}: {token_id!r} is no token id of this model (0 … {self._vocab_size - 1})")
-
-
-def _valid_text(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"the text holds half a surrogate pair at character {error.start}: it is no valid Unicode"
-        ) from None
-    return text

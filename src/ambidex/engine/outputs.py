@@ -54,9 +54,9 @@ class AnswerText:
         shown = self._shown_ids(request)
         delta = self._detokenizer.push(shown[self._num_seen :])
         self._num_seen = len(shown)
-        reason = FinishReason.STOP if self.is_stopped else request.finish_reason
-        if reason is not None:
+        if self.is_stopped or request.finish_reason is not None:
             delta += self._detokenizer.finish()
+        reason = FinishReason.STOP if self.is_stopped else request.finish_reason
         self._text += delta
         return RequestOutput(
             request_id=request.request_id,
