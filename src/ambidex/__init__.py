@@ -1,9 +1,9 @@
 """Ambidex: LLM inference with both hands. GPU and CPU attend together over a KV cache larger than GPU memory.
 
-    from ambidex import LLM, SamplingParams
+from ambidex import LLM, SamplingParams
 
-    with LLM("smollm2", kv_gpu_tokens=256) as llm:
-        print(llm.chat([{"role": "user", "content": "Hello!"}], SamplingParams(max_output_tokens=50)).text)
+with LLM("smollm2", kv_gpu_tokens=256) as llm:
+    print(llm.chat([{"role": "user", "content": "Hello!"}], SamplingParams(max_output_tokens=50)).text)
 """
 
 from importlib import import_module

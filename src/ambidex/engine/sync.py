@@ -1,6 +1,6 @@
 """`LLM`: the offline API. One thread; the engine steps while the caller waits or iterates."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from itertools import islice
 from types import TracebackType
 from typing import Any
@@ -77,7 +77,7 @@ class LLM:
 
     def generate_each(
         self, prompts: Iterable[tuple[str | Sequence[int], SamplingParams]]
-    ) -> Iterator[tuple[int, RequestOutput]]:
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
         """Answer many prompts and give each answer, with its place in the input, as soon as it is ready.
 
         At most twice `max_running_requests` are held at a time. A prompt that cannot be answered gives an output whose
@@ -102,7 +102,7 @@ class LLM:
         finally:
             self._close(places)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
         """Answer one prompt, piece by piece. Closing the iterator ends the request."""
         return self._stream(self._engine.make_request(prompt, params or SamplingParams()))
 
@@ -119,7 +119,7 @@ class LLM:
 
     def chat_stream(
         self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """The same, piece by piece."""
         prompt = self._engine.render_chat(messages)
         return self._stream(self._engine.make_request(prompt, params or SamplingParams()))
@@ -136,7 +136,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _stream(self, request: Request) -> Iterator[RequestOutput]:
+    def _stream(self, request: Request) -> Generator[RequestOutput, None, None]:
         request_id = self._open(request)
         try:
             while True:

@@ -219,7 +219,7 @@ class KVManager:
             is_near = block_idx in resident and self._tiers.num_free_on(Tier.GPU) > num_kept
             added[block_idx] = self._take_first((Tier.GPU, *self._below) if is_near else (*self._below, Tier.GPU))
         lease.on_accelerator.update(block_idx for block_idx, block in added.items() if block.tier is Tier.GPU)
-        lease.blocks.extend(added[block_idx] for block_idx in sorted(added))
+        lease.blocks.extend(_in_order(added))
 
     def _take_first(self, tiers: tuple[Tier, ...]) -> BlockRef:
         for tier in tiers:
@@ -238,3 +238,9 @@ class KVManager:
     def _check_open(self, lease: KVLease) -> None:
         if self._leases.get(lease.request_id) is not lease:
             raise InternalError(f"the lease of {lease.request_id} has ended")
+
+
+def _in_order(added: Mapping[int, BlockRef]) -> list[BlockRef]:
+    """The blocks by index, with the ids of each tier ascending: attention reads side by side what lies side by side."""
+    ids = {tier: iter(sorted(b.block_id for b in added.values() if b.tier is tier)) for tier in Tier}
+    return [BlockRef(added[block_idx].tier, next(ids[added[block_idx].tier])) for block_idx in sorted(added)]

@@ -7,6 +7,7 @@
 A block in flight is the target of a move: nobody reads it, nobody may take it.
 """
 
+import heapq
 from dataclasses import dataclass
 
 from ambidex.core.errors import InternalError
@@ -31,7 +32,7 @@ class BlockPool:
             raise InternalError(f"tier {tier} is given {num_blocks} blocks")
         self._tier = tier
         self._num_blocks = num_blocks
-        self._free = [BlockId(block_id) for block_id in reversed(range(num_blocks))]  # last freed, first taken
+        self._free = [BlockId(block_id) for block_id in range(num_blocks)]  # a heap: the lowest id is taken first
         self._used: set[BlockId] = set()
         self._in_flight: set[BlockId] = set()
 
@@ -66,7 +67,7 @@ class BlockPool:
     def give_back(self, block_id: BlockId) -> None:
         """A used block becomes free."""
         self._leave(self._used, block_id, "used")
-        self._free.append(block_id)
+        heapq.heappush(self._free, block_id)
 
     def commit(self, block_id: BlockId) -> None:
         """A block in flight becomes used."""
@@ -76,7 +77,7 @@ class BlockPool:
     def cancel(self, block_id: BlockId) -> None:
         """A block in flight becomes free."""
         self._leave(self._in_flight, block_id, "in flight")
-        self._free.append(block_id)
+        heapq.heappush(self._free, block_id)
 
     def check(self) -> None:
         """Every block is in exactly one state.
@@ -93,7 +94,7 @@ class BlockPool:
     def _take_into(self, state: set[BlockId]) -> BlockId | None:
         if not self._free:
             return None
-        block_id = self._free.pop()
+        block_id = heapq.heappop(self._free)
         state.add(block_id)
         return block_id
 
