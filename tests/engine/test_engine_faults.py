@@ -89,6 +89,28 @@ def test_out_of_memory_fails_the_largest_request_and_others_go_on(folder: Path) 
     assert [small.token_ids, other.token_ids] == answers(folder, ["hello", "world"])
 
 
+def test_step_cut_short_fails_its_requests_and_the_engine_goes_on(folder: Path) -> None:
+    calls = []
+
+    def forward(model: CausalLM, batch: InputBatch, attention: TieredAttention) -> Tensor:
+        calls.append(batch)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return call_model(model, batch, attention)
+
+    engine = build_engine(EngineConfig(model=str(folder)), forward=forward)
+    request_id = engine.add("hello", GREEDY)
+    engine.step()
+    engine.step()
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    output = engine.step()[-1]
+    assert output.request_id == request_id
+    assert output.error == "the step was cut short: KeyboardInterrupt"
+    assert run(engine, ["world"])[0].token_ids == answers(folder, ["world"])[0]
+    assert sum(engine.stats.kv_bytes.values()) == 0
+
+
 def test_abort_in_prefill_and_in_decode_frees_every_tier(folder: Path) -> None:
     config = EngineConfig(
         model=str(folder), block_size=4, kv_gpu_tokens=16, num_sink_tokens=4, recent_window=8, max_tokens_per_step=8

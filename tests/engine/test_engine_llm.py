@@ -53,6 +53,12 @@ def test_stream_deltas_join_to_the_whole_text(llm: LLM) -> None:
     assert [output.is_finished for output in outputs] == [False] * 11 + [True]
 
 
+def test_stream_gives_an_output_for_each_chunk_of_a_long_prompt(folder: Path) -> None:
+    with LLM(str(folder), max_tokens_per_step=10) as llm:
+        outputs = list(llm.stream("x" * 45, GREEDY))
+    assert [len(output.token_ids) for output in outputs] == [0, 0, 0, 0, *range(1, 13)]
+
+
 def test_two_streams_in_turn_give_each_its_own_answer(llm: LLM) -> None:
     wanted = [llm.generate(prompt, GREEDY)[0].text for prompt in ("first", "second")]
     streams = [llm.stream(prompt, GREEDY) for prompt in ("first", "second")]
@@ -140,6 +146,14 @@ def test_generate_each_gives_every_prompt_its_answer_or_its_error(llm: LLM) -> N
     assert outputs[1].error == "the prompt is empty: give at least one token"
     assert "200 tokens" in (outputs[2].error or "")
     assert outputs[3].token_ids == llm.generate("b", GREEDY)[0].token_ids
+
+
+def test_generate_each_when_all_held_prompts_are_refused_goes_on(folder: Path) -> None:
+    """A run ended early when the first prompts that it held were all refused."""
+    with LLM(str(folder), max_running_requests=1, max_context_len=20) as llm:
+        outputs = dict(llm.generate_each([("x" * 30, GREEDY)] * 5 + [("ok", GREEDY)]))
+    assert sorted(outputs) == [0, 1, 2, 3, 4, 5]
+    assert outputs[5].error is None
 
 
 def test_generate_each_reads_its_input_only_as_fast_as_it_answers(folder: Path) -> None:

@@ -67,10 +67,9 @@ def _answer_lines(
             else:
                 results.write_answer(line, answer_json(answer))
             advance()
-    if results.num_answered + results.num_failed != len(lines):
-        raise InternalError(
-            f"the engine answered {results.num_answered} of {len(good)} prompts and left out the others"
-        )
+    num_left_out = len(lines) - results.num_answered - results.num_failed
+    if num_left_out:
+        raise InternalError(f"the engine left out {num_left_out} of {len(good)} prompts")
 
 
 def _ask(llm: LLMService, lines: Sequence[Line]) -> "Iterator[tuple[Line, RequestOutput | str]]":

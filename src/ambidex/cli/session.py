@@ -73,7 +73,9 @@ def open_llm(services: Services, chosen: ChosenSettings, *, verbose: bool) -> It
         llm = services.make_llm(chosen.engine, progress)
     try:
         if verbose:
-            print_table(("section", "name", "value", "source"), [*chosen.rows, *llm.report.rows()], err=True)
+            # The engine's list of settings does not know where they came from; ours does.
+            obtained = [row for row in llm.report.rows() if row[0] != "settings"]
+            print_table(("section", "name", "value", "source"), [*chosen.rows, *obtained], err=True)
         yield llm
         if verbose:
             print_table(("statistics", ""), stats_rows(llm.stats()), err=True)

@@ -104,7 +104,7 @@ def explain_end(output: "RequestOutput", params: SamplingParams) -> None:
     num_tokens = len(output.token_ids)
     is_own_limit = num_tokens == params.max_output_tokens
     limit = "--max-output-tokens" if is_own_limit else "the context limit, --max-context-len"
-    say(f"note: the answer ends after {num_tokens} tokens ({limit})")
+    say(f"note: the answer ends after {num_tokens} token{'s' * (num_tokens != 1)} ({limit})")
 
 
 @contextmanager

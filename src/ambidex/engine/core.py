@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from ambidex.core.ids import RequestId
 from ambidex.core.request import Request
-from ambidex.core.step import SampledToken
+from ambidex.core.step import SampledToken, StepPlan, StepResult
 from ambidex.engine.executor import Executor
 from ambidex.engine.stats import EngineStats
 from ambidex.sched.scheduler import Scheduler
@@ -21,7 +21,19 @@ class EngineCore:
     def step(self) -> tuple[list[Request], Mapping[RequestId, SampledToken]]:
         """Run one step; returns the requests that got a token or ended, and the tokens."""
         plan = self.scheduler.schedule()
-        result = self._executor.execute(plan)
+        try:
+            result = self._executor.execute(plan)
+        except BaseException as error:  # Ctrl-C, too: the books are closed before it goes on
+            self.scheduler.update(plan, _failed(plan, error))
+            raise
         changed = self.scheduler.update(plan, result)
         self.stats.record(plan, result)
         return changed, result.tokens
+
+
+def _failed(plan: StepPlan, error: BaseException) -> StepResult:
+    reason = f"the step was cut short: {type(error).__name__} {error}".rstrip()
+    return StepResult(
+        failures={request.request_id: reason for request in plan.requests},
+        failed_moves=tuple(move.move_id for move in plan.moves),
+    )

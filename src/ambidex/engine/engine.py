@@ -102,8 +102,9 @@ class Engine:
         return self.submit(self.make_request(prompt, params))
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; an output for each request that got a token or ended."""
+        """Run one step; an output for each request that got a token or ended, also in a step that was cut short."""
         changed, tokens = self.core.step()
+        changed += [request for request, _ in self._live.values() if request.finish_reason and request not in changed]
         outputs = []
         for request in changed:
             if request.request_id not in self._live:
@@ -125,6 +126,11 @@ class Engine:
         request, answer = self._live.pop(request_id)
         self.core.scheduler.abort(request_id)
         return answer.advance(request, None)
+
+    def snapshot(self, request_id: RequestId) -> RequestOutput:
+        """The answer of a request that has not ended, as it stands."""
+        request, answer = self._live[request_id]
+        return answer.snapshot(request)
 
     def abort_all(self) -> None:
         """End every request and carry the news to the executor."""

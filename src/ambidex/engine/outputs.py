@@ -56,15 +56,18 @@ class AnswerText:
         self._num_seen = len(shown)
         if self.is_stopped or request.finish_reason is not None:
             delta += self._detokenizer.finish()
-        reason = FinishReason.STOP if self.is_stopped else request.finish_reason
         self._text += delta
+        return self.snapshot(request, delta=delta)
+
+    def snapshot(self, request: Request, *, delta: str = "") -> RequestOutput:
+        """The answer as it stands."""
         return RequestOutput(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
             text=self._text,
             delta=delta,
             token_ids=tuple(request.output_token_ids),
-            finish_reason=reason,
+            finish_reason=FinishReason.STOP if self.is_stopped else request.finish_reason,
             error=request.error,
             logprobs=tuple(self._logprobs) if self._params.logprobs is not None else None,
         )

@@ -88,13 +88,17 @@ class LLM:
         limit = 2 * self.config.max_running_requests
         try:
             while True:
-                for place, (prompt, params) in islice(source, limit - len(places)):
+                chunk = list(islice(source, limit - len(places)))
+                is_drained = not chunk and len(places) < limit
+                for place, (prompt, params) in chunk:
                     try:
                         places[self._open(self._engine.make_request(prompt, params))] = place
                     except CallerError as error:
                         yield place, _failed(error)
-                if not places:
+                if not places and is_drained:
                     return
+                if not places:
+                    continue
                 for output in self._next(places):
                     if output.is_finished:
                         self._close([output.request_id])
@@ -103,8 +107,20 @@ class LLM:
             self._close(places)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
-        """Answer one prompt, piece by piece. Closing the iterator ends the request."""
+        """Answer one prompt, piece by piece. Closing the iterator ends the request.
+
+        An output comes after each step, so that the caller can leave in the middle of a long prompt; its `delta` is
+        empty while the prompt is computed and while half a character or half a stop string is held back.
+        """
         return self._stream(self._engine.make_request(prompt, params or SamplingParams()))
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, ready for the model's answer.
+
+        Raises:
+            RequestError: there is no chat template, or the messages do not fit it.
+        """
+        return self._engine.render_chat(messages)
 
     def chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None) -> RequestOutput:
         """Answer a conversation (`role` and `content` of each message) with the model's chat template.
@@ -140,7 +156,7 @@ class LLM:
         request_id = self._open(request)
         try:
             while True:
-                for output in self._next([request_id]):
+                for output in self._next([request_id]) or [self._engine.snapshot(request_id)]:
                     yield output
                     if output.is_finished:
                         return

@@ -97,7 +97,8 @@ class GGUFFile:
         info = self.tensors[name]
         num_rows = math.prod(info.shape[:-1])
         raw = np.frombuffer(self.read(name), np.uint8).reshape(num_rows, -1)[rows]
-        values: NDArray[np.float32] = quants.dequantize(raw, GGMLQuantizationType[info.dtype])
+        with np.errstate(all="ignore"):  # damaged scales give infinities, which are found where logits are
+            values: NDArray[np.float32] = quants.dequantize(raw, GGMLQuantizationType[info.dtype])
         return values if values.flags.writeable else values.copy()
 
 

@@ -112,13 +112,10 @@ def _fetch_from_hub(name: str) -> Path:
     import httpx
     from huggingface_hub import constants, errors, snapshot_download
 
-    is_offline = constants.HF_HUB_OFFLINE
     try:
-        return Path(
-            snapshot_download(name, allow_patterns=_HUB_ALLOW, ignore_patterns=_HUB_IGNORE, local_files_only=is_offline)
-        )
+        return Path(snapshot_download(name, allow_patterns=_HUB_ALLOW, ignore_patterns=_HUB_IGNORE))
     except (errors.HfHubHTTPError, errors.HFValidationError, httpx.HTTPError, OSError) as error:
-        tried = "the Hub's cache (HF_HUB_OFFLINE is set)" if is_offline else "the Hub and its cache"
+        tried = "the Hub's cache (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else "the Hub and its cache"
         reason = str(error).strip().partition("\n")[0]
         raise ModelNotFoundError(
             f"model {name!r} was not found: no such folder, and {tried} did not give it ({reason}): check the name, "

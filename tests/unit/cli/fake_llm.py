@@ -1,5 +1,7 @@
 """An engine without a model: a token is a word, and every prompt has the same answer."""
 
+import os
+import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +19,8 @@ from ambidex.engine.report import EngineReport, ReportRow
 from ambidex.engine.stats import EngineStats
 
 Prompt = str | Sequence[int]
+CHILD_ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+"""Environment of a child that imports what this process imports, this module included."""
 
 
 @dataclass(kw_only=True)

@@ -7,14 +7,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from click.testing import Result
-from fake_llm import FakeLLM, run_ambidex
+from fake_llm import CHILD_ENV, FakeLLM, run_ambidex
 
 from ambidex.core.errors import InternalError
 
-HERE = Path(__file__).parent
 ANSWER = "Hello wörld!\n"
 CTRL_C, CTRL_D = "\x03", "\x04"
 
@@ -134,7 +132,7 @@ def test_invalid_utf8_on_stdin_names_line_and_offset() -> None:
 def test_answer_that_was_cut_is_explained() -> None:
     result = talk("Hi", args=("m", "--max-output-tokens", "1"))
     assert (result.stdout, result.stderr) == (
-        "Hello\n", "note: the answer ends after 1 tokens (--max-output-tokens)\n",
+        "Hello\n", "note: the answer ends after 1 token (--max-output-tokens)\n",
     )  # fmt: skip
 
 
@@ -218,7 +216,7 @@ class Screen:
 def chat_at_terminal() -> Iterator[tuple[Screen, "subprocess.Popen[bytes]"]]:
     """Run `chat` at a terminal of its own."""
     ours, theirs = pty.openpty()
-    env = {**os.environ, "PYTHONPATH": str(HERE), "TERM": "dumb"}
+    env = {**CHILD_ENV, "TERM": "dumb"}
     command = [sys.executable, "-c", TERMINAL_CHAT]
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, env=env)
     try:

@@ -1,4 +1,3 @@
-import os
 import signal
 import subprocess
 import sys
@@ -6,14 +5,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from fake_llm import FakeLLM, run_ambidex
+from fake_llm import CHILD_ENV, FakeLLM, run_ambidex
 
 from ambidex.cli.main import AmbidexCommand
 from ambidex.cli.services import Services
 from ambidex.core.errors import InternalError, TierFullError
 
 RUN = "from ambidex.cli.main import run; run()"
-HERE = Path(__file__).parent
 
 
 def run_process(
@@ -21,7 +19,7 @@ def run_process(
 ) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
         [sys.executable, "-c", RUN, *args],
-        input=stdin, capture_output=True, env={**os.environ, **(env or {})}, check=False, timeout=120,
+        input=stdin, capture_output=True, env={**CHILD_ENV, **(env or {})}, check=False, timeout=120,
     )  # fmt: skip
 
 
@@ -140,7 +138,7 @@ def test_reader_that_goes_away_ends_the_program_without_words() -> None:
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(HERE)},
+        env=CHILD_ENV,
     )
     assert process.stdout is not None
     assert process.stderr is not None
@@ -159,6 +157,14 @@ def test_full_disk_under_stdout_is_one_line_and_exit_1() -> None:
     assert result.returncode == 1
     assert result.stderr.startswith(b"error: OSError")
     assert result.stderr.count(b"\n") == 1
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = f"import sys\ntry:\n    {RUN}\nexcept SystemExit:\n    print('torch' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code, "generate", "--help"], env=CHILD_ENV, capture_output=True, check=True, timeout=120
+    )
+    assert result.stdout.endswith(b"False\n")
 
 
 def test_completion_lists_verbs_and_choices() -> None:

@@ -102,6 +102,12 @@ def test_dequantize_when_called_gives_writable_copy(tmp_path: Path) -> None:
     assert file.dequantize("w").max() == 1
 
 
+def test_dequantize_when_scales_are_infinite_does_not_warn(tmp_path: Path) -> None:
+    infinite_scale_and_zeros = b"\x00\x7c" + bytes(32)
+    file = parse(tmp_path, make_gguf({}, {"w": Tensor((32,), 8, infinite_scale_and_zeros)}))
+    assert np.isnan(file.dequantize("w")).all()
+
+
 def test_read_when_called_gives_bytes_of_file(tmp_path: Path) -> None:
     assert bytes(parse(tmp_path, make_gguf({}, {"w": ONES})).read("w")) == ONES.payload
 
