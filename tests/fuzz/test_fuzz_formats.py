@@ -6,6 +6,7 @@ Every mutation is a function of a seed, which a failure prints. The memory count
 
 import json
 import random
+import re
 import struct
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -47,7 +48,7 @@ GGUF_HEADER = make_gguf(
         "tokenizer.ggml.add_bos_token": True,
     },
     {
-        "token_embd.weight": embedding(type_name="Q8_0"),
+        "token_embd.weight": embedding(num_rows=2, type_name="Q8_0"),
         "rope_freqs.weight": quantize(np.ones(4, np.float32)),
         "blk.0.attn_norm.weight": quantize(np.ones(32, np.float32)),
     },
@@ -66,6 +67,7 @@ SAFETENSORS_HEADER = json.dumps(
         "model.norm.weight": {"dtype": "F32", "shape": [8], "data_offsets": [96, 128]},
     }
 ).encode()
+JSON_TOKENS = tuple(re.compile(pattern) for pattern in (rb'"[^"]*"|\d+', rb"\[[^\]]*\]|[{}:,]", rb"\{[^{}]*\}"))
 JSON_ODDITIES = (
     b"-1", b"0", b"1e999", b"NaN", b"1.5", b"9223372036854775808", b"1" * 400, b"null", b"true", b"[]", b"{}", b'"x"',
     b"[[[[[[", b'"\\ud800"', b'"F4"', b'{"a":1,"a":2}', b",", b"\xff",
@@ -115,8 +117,9 @@ def mutate_header(seed: int) -> bytes:
     rng = random.Random(seed)
     header = SAFETENSORS_HEADER
     for _ in range(rng.randint(1, 3)):
-        start = rng.choice([i for i, byte in enumerate(header) if chr(byte).isalnum() or chr(byte) in '"[{'])
-        stop = start + rng.choice((1, 1, 2, 4, rng.randint(1, 40)))
+        start, stop = rng.choice([token.span() for token in rng.choice(JSON_TOKENS).finditer(header)] or [(0, 0)])
+        if rng.random() < 0.3:  # cut into the token or beyond it
+            stop = start + rng.randint(1, 40)
         header = header[:start] + rng.choice(JSON_ODDITIES) + header[stop:]
     return make_safetensors(header, SAFETENSORS_DATA)
 

@@ -109,12 +109,12 @@ def _list_shards(folder: Path) -> tuple[Path, ...]:
 
 def _fetch_from_hub(name: str) -> Path:
     # Imported only now: it takes a second, and local models do not need it.
-    import httpx
     from huggingface_hub import constants, errors, snapshot_download
 
+    client_error = errors.HfHubHTTPError.__bases__[0]  # of the HTTP client, which differs between versions 1 and 2
     try:
         return Path(snapshot_download(name, allow_patterns=_HUB_ALLOW, ignore_patterns=_HUB_IGNORE))
-    except (errors.HfHubHTTPError, errors.HFValidationError, httpx.HTTPError, OSError) as error:
+    except (errors.HfHubHTTPError, errors.HFValidationError, client_error, OSError) as error:
         tried = "the Hub's cache (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else "the Hub and its cache"
         reason = str(error).strip().partition("\n")[0]
         raise ModelNotFoundError(

@@ -130,8 +130,8 @@ def _open_safetensors(path: Path, spec: ModelSpec, names: Collection[str]) -> It
     prefix = _BASE_PREFIXES.get(spec.architecture, "model.")
     for info in file.tensors.values():
         if not info.name.endswith(_IGNORED_ENDINGS):
-            is_base_name = info.name not in names and prefix + info.name in names
-            yield _stored_in_safetensors(file, info, prefix + info.name if is_base_name else info.name)
+            full_name = prefix + info.name
+            yield _stored_in_safetensors(file, info, full_name if full_name in names else info.name)
 
 
 def _stored_in_safetensors(file: SafetensorsFile, info: TensorInfo, name: str) -> _Stored:
