@@ -35,6 +35,7 @@ _VERSIONS: Final = (2, 3)
 _MAX_DIMS: Final = 4  # ggml's limit
 _MAX_NESTING: Final = 4  # arrays within arrays; no known writer uses more than one
 _MAX_ENTRIES: Final = 65_536  # of tensors or keys, whose Python objects outweigh the file; the largest files have 2,000
+_MAX_STRINGS: Final = 4_194_304  # in all: 50 bytes of Python object each; the largest vocabularies have 260,000 tokens
 _DEFAULT_ALIGNMENT: Final = 32
 _MIN_KEY_BYTES: Final = 8 + 4 + 1  # length of an empty name, type, a one-byte value
 _MIN_TENSOR_BYTES: Final = 8 + 4 + 4 + 8  # length of an empty name, number of dims, type, offset
@@ -106,7 +107,7 @@ class _Cursor:
     """Reads values one after the other and never beyond the end."""
 
     def __init__(self, path: Path, data: memoryview) -> None:
-        self.path, self.data, self.position = path, data, 0
+        self.path, self.data, self.position, self.num_strings = path, data, 0, 0
 
     @property
     def left(self) -> int:
@@ -155,6 +156,9 @@ class _Cursor:
 
     def strings(self, count: int, what: str) -> list[str]:
         """Strings in a row; a vocabulary has 10^5 of them, so this loop is spelt out."""
+        self.num_strings += count
+        if self.num_strings > _MAX_STRINGS:
+            raise self.error(f"{self.num_strings} strings with {what}: at most {_MAX_STRINGS} are read")
         data, end, position = self.data, len(self.data), self.position
         unpack_length = struct.Struct("<Q").unpack_from
         values = []

@@ -111,7 +111,8 @@ def _fetch_from_hub(name: str) -> Path:
     # Imported only now: it takes a second, and local models do not need it.
     from huggingface_hub import constants, errors, snapshot_download
 
-    client_error = errors.HfHubHTTPError.__bases__[0]  # of the HTTP client, which differs between versions 1 and 2
+    # Root of the HTTP client's errors: httpx in version 1 of the package, httpx2 in version 2.
+    client_error = next(base for base in errors.HfHubHTTPError.__bases__ if issubclass(base, Exception))
     try:
         return Path(snapshot_download(name, allow_patterns=_HUB_ALLOW, ignore_patterns=_HUB_IGNORE))
     except (errors.HfHubHTTPError, errors.HFValidationError, client_error, OSError) as error:

@@ -18,7 +18,7 @@ from ambidex.formats.json_file import parse_json_object, read_json_object, show
 from ambidex.formats.mapped_file import MappedFile
 from ambidex.formats.tensor_info import TensorInfo
 
-MAX_HEADER_BYTES: Final = 100_000_000  # the format's own limit
+MAX_HEADER_BYTES: Final = 16_777_216  # 130,000 tensors; as Python objects a header takes up to 25 times its bytes
 _SHARD_NAME: Final = re.compile(r"\w[\w. ()+-]*\.safetensors")  # no folder, nothing hidden
 _METADATA_KEY: Final = "__metadata__"
 _LENGTH_BYTES: Final = 8

@@ -166,6 +166,10 @@ DAMAGED = {
         "not valid UTF-8",
     ),
     "array longer than file": (make_gguf({"a": Raw(ARRAY, struct.pack("<IQ", U32, HUGE))}), "numbers of the value"),
+    "too many strings": (
+        make_gguf({"a": Raw(ARRAY, struct.pack("<IQ", STRING, 5_000_000) + bytes(40_000_000))}),
+        "at most 4194304",
+    ),
     "strings longer than file": (make_gguf({"a": Raw(ARRAY, struct.pack("<IQ", STRING, 2**40))}), "cannot lie in"),
     "strings cut off": (
         make_gguf({"a": Raw(ARRAY, struct.pack("<IQ", STRING, 2) + pack_string("12345678") + bytes(3))}, alignment=1),
