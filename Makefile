@@ -28,7 +28,7 @@ check: $(DEVELOPMENT)
 	@echo "checks passed: ruff, mypy, import contract"
 
 test: check test-native
-	@$(BIN)/pytest -n 2 -m "not gpu" --durations=10
+	@$(BIN)/pytest -n 2 --dist worksteal -m "not gpu" --durations=10
 
 # The C++ ops against their naive twins.
 test-native: $(DEVELOPMENT)

@@ -36,12 +36,19 @@ def answers(folder: Path, prompts: list[list[int]], **settings: object) -> list[
         return [output.token_ids for output in llm.generate(prompts, PARAMS)]
 
 
+def alone(folder: Path, prompts: list[list[int]], **settings: object) -> list[tuple[int, ...]]:
+    """Greedy tokens of each prompt when no other shares its steps."""
+    config = EngineConfig(model=str(folder), dtype=DTypeChoice.FP32, **settings)  # type: ignore[arg-type]
+    with LLM(config) as llm:
+        return [llm.generate([prompt], PARAMS)[0].token_ids for prompt in prompts]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_tokens_under_every_split_equal_unsplit_run(variant: str, device: DeviceKind, tmp_path: Path) -> None:
     folder = make_engine_folder(tmp_path, variant)
     prompts = make_prompts()
-    wanted = [answers(folder, [prompt], device=device)[0] for prompt in prompts]
+    wanted = alone(folder, prompts, device=device)
     assert len(set(wanted)) > 1, "the model answers every prompt alike: the test would prove nothing"
     for name, split in SPLITS.items():
         for block_size in (4, 16, 64):
@@ -51,14 +58,13 @@ def test_greedy_tokens_under_every_split_equal_unsplit_run(variant: str, device:
                     max_tokens_per_step=max_tokens_per_step, **split,
                 )  # fmt: skip
                 assert got == wanted, f"{name}, blocks of {block_size}, {max_tokens_per_step} tokens a step, together"
-        alone = [answers(folder, [prompt], device=device, block_size=4, **split)[0] for prompt in prompts[-2:]]
-        assert alone == wanted[-2:], f"{name}, alone"
+        assert alone(folder, prompts[-2:], device=device, block_size=4, **split) == wanted[-2:], f"{name}, alone"
 
 
 def test_greedy_tokens_when_blocks_run_out_equal_unsplit_run(tmp_path: Path) -> None:
     folder = make_engine_folder(tmp_path, "llama")
     prompts = make_prompts()
-    wanted = [answers(folder, [prompt])[0] for prompt in prompts]
+    wanted = alone(folder, prompts)
     config = EngineConfig(
         model=str(folder), dtype=DTypeChoice.FP32, block_size=4, kv_gpu_tokens=32, dram_memory=120 * 1536,
         max_context_len=120,

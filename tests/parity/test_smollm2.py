@@ -16,6 +16,8 @@ from ambidex.models.base import CausalLM
 from ambidex.runner.input_batch import InputBatch
 from ambidex.runner.runner import call_model
 
+pytestmark = pytest.mark.timeout(1800)  # minutes of real work on one core, more on a busy machine
+
 CHUNK = 500
 LENGTHS = (200, 2000, 7000)
 NUM_STEPS = 64
@@ -105,7 +107,8 @@ def prompts(text_ids: list[int]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def unsplit(prompts: list[list[int]]) -> list[tuple[int, ...]]:
-    return [greedy([prompt])[0] for prompt in prompts]
+    with LLM("smollm2", dtype="fp32") as llm:
+        return [llm.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -125,5 +128,5 @@ def test_one_request_on_split_tiers_unchunked_equals_unsplit_one(
 def test_7000_tokens_on_split_tiers_equal_unsplit(text_ids: list[int]) -> None:
     prompt = text_ids[:7000]
     wanted = greedy([prompt])
-    for split in ("none on the accelerator", "sink and window", "pressure"):
+    for split in ("none on the accelerator", "sink and window"):
         assert greedy([prompt], **SPLITS[split]) == wanted, split
