@@ -1,6 +1,7 @@
 """`AsyncLLM`: several tasks share one engine."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,41 @@ def test_chat_gives_the_answer_of_the_offline_chat(folder: Path) -> None:
         return text
 
     assert asyncio.run(main()) == wanted
+
+
+@pytest.mark.parametrize("prompt", [None, 5, ["text"], object()])
+def test_wrong_argument_is_its_callers_error_and_others_go_on(folder: Path, prompt: str) -> None:
+    """It ended the engine's thread, and with it every other request."""
+
+    async def main() -> list[object]:
+        llm = AsyncLLM(str(folder))
+        tasks = [last(llm, "hello"), last(llm, prompt), last(llm, "world")]
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        await llm.close()
+        return list(results)
+
+    good, bad, other = asyncio.run(main())
+    assert isinstance(bad, RequestError)
+    assert isinstance(good, RequestOutput)
+    assert isinstance(other, RequestOutput)
+
+
+def test_task_cancelled_before_its_first_output_frees_the_request(folder: Path) -> None:
+    """The request id had not reached the caller, so nobody ended the request."""
+
+    async def main() -> int:
+        llm = AsyncLLM(str(folder))
+        task = asyncio.create_task(last(llm, "hello", LONG))
+        await asyncio.sleep(0)
+        time.sleep(0.1)  # the loop is busy while the engine queues the request
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await last(llm, "x")
+        num_live = len(llm._engine._live)
+        await llm.close()
+        return num_live
+
+    assert asyncio.run(main()) == 0
 
 
 def test_call_after_close_raises_instead_of_waiting(folder: Path) -> None:

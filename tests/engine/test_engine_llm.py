@@ -1,5 +1,6 @@
 """`LLM`: prompts in, answers out, on a tiny model with one token per character."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,7 +74,6 @@ def test_stream_closed_early_frees_its_blocks(llm: LLM) -> None:
     next(stream)
     assert sum(llm.stats().kv_bytes.values()) > 0
     stream.close()
-    llm.generate("x", make_params(max_output_tokens=1))
     assert sum(llm.stats().kv_bytes.values()) == 0
 
 
@@ -137,6 +137,45 @@ def test_chat_template_of_the_user_replaces_the_models(folder: Path, tmp_path: P
 def test_chat_template_that_is_not_there_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--chat-template .* cannot be read"):
         LLM(str(folder), chat_template=str(tmp_path / "none"))
+
+
+def test_model_without_chat_template_generates_and_refuses_only_chat(folder: Path, tmp_path: Path) -> None:
+    """A base model could not be loaded at all."""
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with LLM(str(tmp_path)) as llm:
+        assert len(llm.generate("hi", GREEDY)[0].token_ids) == 12
+        with pytest.raises(RequestError, match="chat template"):
+            llm.chat([{"role": "user", "content": "hi"}], GREEDY)
+
+
+def test_eos_id_outside_the_vocabulary_is_left_out(folder: Path, tmp_path: Path) -> None:
+    """It was masked like the others, beyond the end of the logits."""
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": VOCAB_SIZE}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with LLM(str(tmp_path)) as llm:
+        output = llm.generate("hi", SamplingParams(max_output_tokens=3, min_output_tokens=2, temperature=0.0))[0]
+    assert output.error is None
+
+
+@pytest.mark.parametrize("prompts", [["ab", 7, "cd"], [1, "cd"], None, 5, [None], [True], [[1, True]]])
+def test_prompts_of_a_wrong_kind_are_refused_not_dropped(llm: LLM, prompts: list[str]) -> None:
+    with pytest.raises(RequestError):
+        llm.generate(prompts, GREEDY)
+
+
+def test_stream_after_close_ends_with_abort(folder: Path) -> None:
+    llm = LLM(str(folder))
+    stream = llm.stream("hello", GREEDY)
+    next(stream)
+    llm.close()
+    assert next(stream).finish_reason is FinishReason.ABORT
+    assert sum(llm.stats().kv_bytes.values()) == 0
 
 
 def test_generate_each_gives_every_prompt_its_answer_or_its_error(llm: LLM) -> None:

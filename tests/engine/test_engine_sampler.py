@@ -127,6 +127,21 @@ def test_sample_of_logits_that_are_not_finite_fails_that_request_only(bad: float
     assert isinstance(tokens[B], SampledToken)
 
 
+def test_sample_at_a_tiny_temperature_is_greedy() -> None:
+    """Temperature 1e-308 made every logit infinite, and the answer token 0."""
+    logits = torch.tensor([0.0, 1.0, 3.0, 2.0, -30.0])
+    assert draw(make_sampler((A, SamplingParams(temperature=1e-308))), 3, logits) == [2, 2, 2]
+
+
+def test_sample_when_every_token_is_forbidden_fails_the_request() -> None:
+    sampler = Sampler(vocab_size=5, device=torch.device("cpu"))
+    params = SamplingParams(temperature=1.0, min_output_tokens=1)
+    sampler.add(NewRequest(request_id=A, prompt_token_ids=(), params=params, seed=0, stop_ids=frozenset(range(5))))
+    tokens, failures = sampler.sample(LOGITS.clone()[None], [A])
+    assert tokens == {}
+    assert "every token is forbidden" in failures[A]
+
+
 def test_sample_with_uniform_logits_reaches_the_last_token() -> None:
     sampler = make_sampler((A, SamplingParams(temperature=1.0)))
     assert set(draw(sampler, 300, torch.zeros(5))) == {0, 1, 2, 3, 4}

@@ -15,6 +15,7 @@ from typing import Any, Final
 import click
 
 from ambidex.cli.settings import FLAG_SETTINGS
+from ambidex.cli.source import quote
 from ambidex.cli.values import CONFIG_FILE, Reader, read_text
 from ambidex.core.errors import ConfigError
 
@@ -33,7 +34,9 @@ def read_config_file(path: Path) -> dict[str, Any]:
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except RecursionError:
+        raise ConfigError(f"configuration file {path} cannot be read: it is nested too deeply") from None
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, no TOML, or a number of too many digits
         raise ConfigError(f"configuration file {path} cannot be read: {error}") from error
     return {key: _read_value(path, key, value) for key, value in table.items()}
 
@@ -59,4 +62,4 @@ def _read_value(path: Path, key: str, value: object) -> Any:
     try:
         return _READERS[key](value)
     except ValueError as error:
-        raise ConfigError(f"{path}: {key} is {value!r}: {error}") from None
+        raise ConfigError(f"{path}: {key} is {quote(value)}: {error}") from None

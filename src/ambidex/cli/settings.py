@@ -16,6 +16,7 @@ import click
 from ambidex.cli.values import (
     Reader,
     ValueType,
+    check_ids,
     choice_reader,
     is_given,
     items_of,
@@ -63,7 +64,20 @@ class Setting:
         Raises:
             ValueError: it has the wrong type; the message follows "<name> is <value>: ".
         """
-        return tuple(self.type.read(item) for item in items_of(value)) if self.is_repeatable else self.type.read(value)
+        if not self.is_repeatable:
+            return self.type.read(value)
+        items = tuple(self.type.read(item) for item in items_of(value))
+        self.check_items(items)
+        return items
+
+    def check_items(self, items: Any) -> None:
+        """Check the values of a repeatable setting together.
+
+        Raises:
+            ValueError: an id comes twice.
+        """
+        if self.type.read is read_bias:
+            check_ids(items)
 
     @property
     def default_text(self) -> str:
@@ -108,8 +122,18 @@ class SettingOption(VerbOption):
         """Read the variable; click alone would not name it in the error."""
         try:
             return super().value_from_envvar(ctx)
-        except ValueError:
-            raise ConfigError(f'{self.envvar} must hold a JSON array, such as ["a", "b"]') from None
+        except ValueError as error:
+            raise ConfigError(f'{self.envvar} must hold a JSON array, such as ["a", "b"]: {error}') from None
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        """Read the values, then look at them together."""
+        items = super().type_cast_value(ctx, value)
+        try:
+            if self.setting.is_repeatable and items is not None:
+                self.setting.check_items(items)
+        except ValueError as error:
+            raise ConfigError(f"{source_of(ctx, self)}: {error}") from None
+        return items
 
 
 def _engine_setting(field: "dataclasses.Field[Any]") -> Setting:

@@ -1,9 +1,14 @@
 """Text that comes from outside: arguments, files, stdin. Invalid UTF-8 is refused with its place."""
 
+import json
 import sys
 from pathlib import Path
+from typing import Any, Final
 
 from ambidex.core.errors import RequestError
+
+_MAX_QUOTED: Final = 80
+"""Characters of a value that an error shows: it stays one line of a terminal or two."""
 
 
 def decode(data: bytes, *, name: str) -> str:
@@ -19,6 +24,38 @@ def decode(data: bytes, *, name: str) -> str:
             f"{name} is not valid UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}: "
             f"convert it, for example with iconv -t UTF-8"
         ) from None
+
+
+def parse_json(text: str) -> Any:
+    """Read JSON; unlike Python's reader it takes no key twice.
+
+    Raises:
+        RequestError: it is none, it is nested too deeply, or a key comes twice.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_object_of)
+    except RecursionError:
+        raise RequestError("no JSON: it is nested too deeply") from None
+    except ValueError as error:
+        raise RequestError(f"no JSON: {error}") from None
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise RequestError(f"key {quote(key)} comes twice: leave one out")
+        table[key] = value
+    return table
+
+
+def quote(value: object) -> str:
+    """A wrong value as an error shows it: cut if it is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # more digits than Python writes, or nested as deeply as it reads
+        return "too long to show"
+    return text if len(text) <= _MAX_QUOTED else f"{text[: _MAX_QUOTED - 1]}…"
 
 
 def check_text(text: str, *, name: str) -> str:
@@ -43,7 +80,7 @@ def read_prompt_file(path: Path) -> str:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise RequestError(f"--file {path} cannot be read: {error.strerror}") from error
+        raise RequestError(f"--file {path} cannot be read: {error.strerror or error}") from error
     return _without_final_newline(decode(data, name=str(path)))
 
 

@@ -3,22 +3,25 @@
 A reader takes what was written and raises ValueError with the words that follow "… is <value>: ".
 """
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from ambidex.core.errors import ConfigError
+from ambidex.cli.source import parse_json, quote
+from ambidex.core.errors import ConfigError, RequestError
 from ambidex.core.units import parse_size
 
 Reader = Callable[[object], Any]
 
 CONFIG_FILE = "ambidex.config_file"
 """Key of `click.Context.meta` under which the name of the configuration file is kept."""
+
+_INT_LIMIT: Final = 2**63
+"""Whole numbers end up as 64-bit integers with a sign, in tensors and in the native module."""
 
 
 def read_text(value: object) -> str:
@@ -29,15 +32,16 @@ def read_text(value: object) -> str:
 
 
 def read_int(value: object) -> int:
-    """A whole number; nothing is rounded."""
+    """A whole number of 64 bits; nothing is rounded."""
     try:
-        if isinstance(value, str):
-            return int(value)
+        number = int(value) if isinstance(value, str) else value
     except ValueError:
-        pass
-    if isinstance(value, bool) or not isinstance(value, int):
+        number = None
+    if isinstance(number, bool) or not isinstance(number, int):
         raise ValueError("it must be a whole number")
-    return value
+    if not -_INT_LIMIT <= number < _INT_LIMIT:
+        raise ValueError("it must lie in [-2^63, 2^63)")
+    return number
 
 
 def read_float(value: object) -> float:
@@ -49,7 +53,10 @@ def read_float(value: object) -> float:
         pass
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("it must be a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError("it is too large for a number of 64 bits") from None
 
 
 def read_switch(value: object) -> bool:
@@ -64,9 +71,11 @@ def read_size(value: object) -> int:
     if not isinstance(value, str):
         return read_int(value)
     try:
-        return parse_size(value)
+        return read_int(parse_size(value))
     except ConfigError:
         raise ValueError("write it like 8GiB, 512MiB or 2GB") from None
+    except OverflowError:
+        raise ValueError("it must lie below 2^63 bytes") from None
 
 
 def read_bias(value: object) -> tuple[int, float]:
@@ -75,6 +84,19 @@ def read_bias(value: object) -> tuple[int, float]:
     if not isinstance(pair, list | tuple) or len(pair) != 2:
         raise ValueError("write it like 42=-100 (token id = bias)")
     return read_int(pair[0]), read_float(pair[1])
+
+
+def check_ids(pairs: Iterable[tuple[int, float]]) -> None:
+    """An id has one bias.
+
+    Raises:
+        ValueError: it has two.
+    """
+    seen: set[int] = set()
+    for token_id, _ in pairs:
+        if token_id in seen:
+            raise ValueError(f"id {token_id} comes twice: leave one out")
+        seen.add(token_id)
 
 
 def choice_reader(choices: type[StrEnum]) -> Reader:
@@ -107,7 +129,7 @@ class ValueType(click.ParamType[Any]):
             return self.read(value)
         except ValueError as error:
             where = source_of(ctx, param) if ctx is not None and param is not None else self.name
-            raise ConfigError(f"{where} is {value!r}: {error}") from None
+            raise ConfigError(f"{where} is {quote(value)}: {error}") from None
 
     def split_envvar_value(self, rv: str) -> list[Any]:
         """A variable of a repeatable setting holds a JSON array, or an object where values belong to ids.
@@ -115,7 +137,10 @@ class ValueType(click.ParamType[Any]):
         Raises:
             ValueError: it does not.
         """
-        return items_of(json.loads(rv))
+        try:
+            return items_of(parse_json(rv))
+        except RequestError as error:
+            raise ValueError(str(error)) from None
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Complete a choice."""

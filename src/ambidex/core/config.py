@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from ambidex.core.errors import ConfigError
+from ambidex.core.units import format_count, parse_size
 
 
 class DeviceKind(StrEnum):
@@ -42,11 +43,20 @@ class SettingKind(StrEnum):
     CHOICE = "choice"
 
 
-def _setting(default: object, kind: SettingKind, help_text: str, *, unit: str = "", low: int | None = None) -> Any:
-    return field(default=default, metadata={"kind": kind, "help": help_text, "unit": unit, "low": low})
+MAX_NUMBER: Final = 2**63 - 1
+"""What a signed 64-bit number holds."""
 
 
-MAX_BLOCK_SIZE: Final = 1024
+def _setting(
+    default: object,
+    kind: SettingKind,
+    help_text: str,
+    *,
+    unit: str = "",
+    low: int | None = None,
+    high: int = MAX_NUMBER,
+) -> Any:
+    return field(default=default, metadata={"kind": kind, "help": help_text, "unit": unit, "low": low, "high": high})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +80,7 @@ class EngineConfig:
         None, SettingKind.INT, "longest prompt and answer together; default: the model's, or what the KV tiers hold",
         unit="tokens", low=2,
     )  # fmt: skip
-    block_size: int = _setting(64, SettingKind.INT, "tokens of a KV block", unit="tokens", low=1)
+    block_size: int = _setting(64, SettingKind.INT, "tokens of a KV block", unit="tokens", low=1, high=1024)
     gpu_memory: int | None = _setting(
         None, SettingKind.SIZE,
         "budget of the accelerator tier (weights, workspace, KV); default: 90 % of the free memory",
@@ -97,7 +107,12 @@ class EngineConfig:
     )
     max_running_requests: int = _setting(64, SettingKind.INT, "requests computed in one step", unit="requests", low=1)
     num_threads: int | None = _setting(
-        None, SettingKind.INT, "CPU threads; default: the cores this process may use", unit="threads", low=1
+        None,
+        SettingKind.INT,
+        "CPU threads; default: the cores this process may use",
+        unit="threads",
+        low=1,
+        high=4096,
     )
     seed: int = _setting(0, SettingKind.INT, "seed of dummy weights and of requests without a seed of their own", low=0)
 
@@ -105,14 +120,16 @@ class EngineConfig:
         for name, choices in (("device", DeviceKind), ("dtype", DTypeChoice), ("load_format", LoadFormat)):
             object.__setattr__(self, name, _choice(name, getattr(self, name), choices))
         for item in dataclasses.fields(self):
-            value, low = getattr(self, item.name), item.metadata.get("low")
-            if low is not None and value is not None and value < low:
-                raise ConfigError(f"{flag_name(item.name)} is {value}: it must be at least {low}")
-        if self.block_size > MAX_BLOCK_SIZE:
-            raise ConfigError(f"--block-size is {self.block_size}: it must be at most {MAX_BLOCK_SIZE}")
-        for name in ("gpu_memory", "dram_memory"):
-            if (size := getattr(self, name)) is not None and size < 0:
-                raise ConfigError(f"{flag_name(name)} is {size}: it must not be negative")
+            kind, value = item.metadata.get("kind"), getattr(self, item.name)
+            if value is None and item.default is None:
+                continue
+            if kind is SettingKind.SIZE and isinstance(value, str):
+                object.__setattr__(self, item.name, parse_size(value))
+            if kind in (SettingKind.INT, SettingKind.SIZE):
+                low = item.metadata["low"] or 0
+                _check_number(item.name, getattr(self, item.name), low=low, high=item.metadata["high"])
+            elif not isinstance(value, str):
+                raise ConfigError(f"{flag_name(item.name)} is {value!r}: it must be text")
         if not self.model:
             raise ConfigError("no model is named: give a folder, a .gguf file, a Hub id or smollm2")
 
@@ -124,6 +141,15 @@ def _choice(name: str, value: str, choices: type[StrEnum]) -> StrEnum:
     except ValueError:
         known = ", ".join(choices)
         raise ConfigError(f"{flag_name(name)} is {value!r}: it must be one of {known}") from None
+
+
+def _check_number(name: str, value: object, *, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{flag_name(name)} is {value!r}: it must be a whole number")
+    if value < low:
+        raise ConfigError(f"{flag_name(name)} is {value}: it must be at least {low}")
+    if value > high:
+        raise ConfigError(f"{flag_name(name)} is {format_count(value)}: it must be at most {high}")
 
 
 def flag_name(field_name: str) -> str:

@@ -1,15 +1,22 @@
 """What a client asks for: sampling parameters, the request and its one counter of progress."""
 
 import math
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from typing import Final, TypeVar
 
 from ambidex.core.errors import RequestError
 from ambidex.core.ids import RequestId
 
+T = TypeVar("T")
+
 MAX_LOGPROBS = 20
 """Alternatives per token that may be asked for (the OpenAI API's limit)."""
 MAX_STOP_STRINGS = 16
+MAX_COUNT = 2**31 - 1
+"""Of tokens and ranks: what a signed 32-bit number holds."""
 MAX_LOGIT_BIAS = 1024
 
 
@@ -62,26 +69,26 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", _as_tuple("stop", self.stop, str))
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids, int))
+        object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
         for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise RequestError(f"{item.name} is {value}: it must be finite")
-        _check("max_output_tokens", self.max_output_tokens, low=1)
-        _check("min_output_tokens", self.min_output_tokens, low=0)
+            _check_type(item.name, getattr(self, item.name), item.default)
+        _check("max_output_tokens", self.max_output_tokens, low=1, high=MAX_COUNT)
+        _check("min_output_tokens", self.min_output_tokens, low=0, high=MAX_COUNT)
         if self.max_output_tokens is not None and self.min_output_tokens > self.max_output_tokens:
             raise RequestError(
                 f"min_output_tokens {self.min_output_tokens} is above max_output_tokens {self.max_output_tokens}"
             )
         _check("temperature", self.temperature, low=0, high=100)
-        _check("top_k", self.top_k, low=0)
+        _check("top_k", self.top_k, low=0, high=MAX_COUNT)
         _check("top_p", self.top_p, low=0, high=1)
         if self.top_p == 0:
             raise RequestError("top_p is 0: it must be above 0 (use temperature 0 for greedy)")
         _check("min_p", self.min_p, low=0, high=1)
         _check("presence_penalty", self.presence_penalty, low=-2, high=2)
         _check("frequency_penalty", self.frequency_penalty, low=-2, high=2)
-        if self.repetition_penalty <= 0:
-            raise RequestError(f"repetition_penalty is {self.repetition_penalty}: it must be above 0 (1 is off)")
+        _check("repetition_penalty", self.repetition_penalty, low=0.01, high=100)
         _check("seed", self.seed, low=0, high=2**63 - 1)
         _check("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -95,10 +102,62 @@ class SamplingParams:
                 raise RequestError(f"logit_bias of token {token_id} is {bias}: it must lie in [-100, 100]")
 
 
+_INT_OR_NONE: Final = ("max_output_tokens", "seed", "logprobs")
+
+
+def _check_type(name: str, value: object, default: object) -> None:
+    """Refuse a value of another type than the default's; whole numbers pass as numbers."""
+    if isinstance(default, bool):
+        wanted, is_right = "true or false", isinstance(value, bool)
+    elif name in _INT_OR_NONE or isinstance(default, int):
+        is_none = value is None and name in _INT_OR_NONE
+        wanted, is_right = "a whole number", is_none or (isinstance(value, int) and not isinstance(value, bool))
+    elif isinstance(default, float):
+        wanted, is_right = "a number", isinstance(value, int | float) and not isinstance(value, bool)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise RequestError(f"{name} is {value}: it must be finite")
+    else:
+        return
+    if not is_right:
+        raise RequestError(f"{name} is {_show(value)}: it must be {wanted}")
+
+
+def _as_tuple(name: str, values: Iterable[T], kind: type[T]) -> tuple[T, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise RequestError(f"{name} is {_show(values)}: it must be a list")
+    items = tuple(values)
+    for item in items:
+        if not isinstance(item, kind) or isinstance(item, bool):
+            raise RequestError(
+                f"{name} holds {_show(item)}: each must be {'text' if kind is str else 'a whole number'}"
+            )
+    return items
+
+
+def _as_bias(values: Mapping[int, float] | Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    try:
+        items = list(values.items() if isinstance(values, Mapping) else values)
+        pairs = tuple((operator.index(token_id), float(bias)) for token_id, bias in items)
+    except (TypeError, ValueError, OverflowError):
+        raise RequestError(f"logit_bias is {_show(values)}: it must map token ids to numbers") from None
+    if len(dict(pairs)) < len(pairs):
+        raise RequestError("logit_bias names a token id twice: give each id once")
+    return pairs
+
+
+def _show(value: object) -> str:
+    """A value in an error message, cut short."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return f"a {type(value).__name__} too long to show"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def _check(name: str, value: float | None, *, low: float, high: float = math.inf) -> None:
     if value is not None and not low <= value <= high:
         limit = f"at least {low}" if high == math.inf else f"in [{low}, {high}]"
-        raise RequestError(f"{name} is {value}: it must be {limit}")
+        raise RequestError(f"{name} is {_show(value)}: it must be {limit}")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -1,6 +1,7 @@
 """Quantities with units: bytes and seconds, how they are parsed and how they are shown."""
 
 import re
+from decimal import Decimal
 from typing import Final
 
 from ambidex.core.errors import ConfigError
@@ -10,6 +11,7 @@ MIB: Final = 1024**2
 GIB: Final = 1024**3
 TIB: Final = 1024**4
 
+MAX_SIZE: Final = 2**63 - 1
 _UNITS: Final = {
     "": 1, "b": 1,
     "k": KIB, "kb": 1000, "kib": KIB,
@@ -32,7 +34,15 @@ def parse_size(text: str) -> int:
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise ConfigError(f"size {text!r} is not a number with a unit: write it like 8GiB, 512MiB or 2GB")
-    return int(float(match[1]) * unit)
+    size = Decimal(match[1]) * unit
+    if size > MAX_SIZE:
+        raise ConfigError(f"size {text[:40]!r} is larger than any memory: at most {MAX_SIZE} bytes")
+    return int(size)
+
+
+def format_count(count: int) -> str:
+    """Show a number that may have thousands of digits."""
+    return str(count) if abs(count) < 10**20 else f"a number of {count.bit_length()} bits"
 
 
 def format_size(num_bytes: int) -> str:

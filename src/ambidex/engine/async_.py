@@ -19,17 +19,17 @@ from ambidex.engine.outputs import RequestOutput
 
 logger = logging.getLogger(__name__)
 
-Reply = RequestOutput | RequestId | AmbidexError
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Reader:
     """Where the replies of one request go: a queue that belongs to the caller's event loop."""
 
     loop: asyncio.AbstractEventLoop
-    replies: "asyncio.Queue[Reply]"
+    replies: "asyncio.Queue[RequestOutput | AmbidexError]"
+    is_left: threading.Event
+    request_id: RequestId | None = None  # set and read by the engine thread alone
 
-    def put(self, reply: Reply) -> None:
+    def put(self, reply: RequestOutput | AmbidexError) -> None:
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self.replies.put_nowait, reply)
 
@@ -76,12 +76,10 @@ class AsyncLLM:
         await asyncio.to_thread(self._thread.join)
 
     async def _ask(self, add: Callable[[], RequestId]) -> AsyncIterator[RequestOutput]:
-        reader = _Reader(asyncio.get_running_loop(), asyncio.Queue())
-        is_left = threading.Event()
-        self._inbox.put(lambda: self._add(add, reader, is_left))
+        reader = _Reader(asyncio.get_running_loop(), asyncio.Queue(), threading.Event())
+        self._inbox.put(lambda: self._add(add, reader))
         if self._fatal is not None:  # looked at after the put: see `_end`
             raise self._fatal
-        request_id: RequestId | None = None
         is_finished = False
         try:
             while not is_finished:
@@ -89,31 +87,28 @@ class AsyncLLM:
                 if isinstance(reply, AmbidexError):
                     is_finished = True
                     raise reply
-                if isinstance(reply, RequestOutput):
-                    is_finished = reply.is_finished
-                    yield reply
-                else:
-                    request_id = reply
+                is_finished = reply.is_finished
+                yield reply
         finally:
             if not is_finished:
-                is_left.set()
-                if request_id is not None:
-                    self._inbox.put(lambda: self._forget(request_id))
+                reader.is_left.set()
+                self._inbox.put(lambda: self._leave(reader))
 
-    def _add(self, add: Callable[[], RequestId], reader: _Reader, is_left: threading.Event) -> None:
+    def _add(self, add: Callable[[], RequestId], reader: _Reader) -> None:
+        """Queue a request; whatever is wrong with it is its own caller's affair."""
         if self._fatal is not None:
             reader.put(self._fatal)
-        if is_left.is_set() or self._fatal is not None:
+        if reader.is_left.is_set() or self._fatal is not None:
             return
         try:
-            request_id = add()
+            reader.request_id = add()
         except CallerError as error:
             reader.put(error)
-            return
-        self._readers[request_id] = reader
-        reader.put(request_id)
-        if is_left.is_set():
-            self._forget(request_id)
+        except Exception as error:  # one request never ends the others
+            logger.exception("a request could not be queued")
+            reader.put(InternalError(f"the request could not be queued: {type(error).__name__}: {error}"))
+        else:
+            self._readers[reader.request_id] = reader
 
     def _abort(self, request_id: RequestId) -> None:
         output = self._engine.abort(request_id)
@@ -121,9 +116,11 @@ class AsyncLLM:
         if reader is not None and output is not None:
             reader.put(output)
 
-    def _forget(self, request_id: RequestId) -> None:
-        self._readers.pop(request_id, None)
-        self._engine.abort(request_id)
+    def _leave(self, reader: _Reader) -> None:
+        """The caller reads no more."""
+        if reader.request_id is not None:
+            self._readers.pop(reader.request_id, None)
+            self._engine.abort(reader.request_id)
 
     def _run(self) -> None:
         """The engine thread: take in messages, step while there is work, hand out outputs."""
@@ -137,7 +134,7 @@ class AsyncLLM:
                         self._readers.pop(output.request_id, None)
             self._engine.abort_all()
             self._end(InternalError("the engine was closed"))
-        except Exception as error:
+        except BaseException as error:
             # The engine's state is unknown now: every waiting caller is told, nobody hangs.
             logger.exception("the engine thread failed")
             self._end(InternalError(f"the engine failed: {error}"))

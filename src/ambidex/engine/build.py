@@ -105,7 +105,7 @@ def build_engine(
         chat_template=_chat_template(config, tokenizer),
         max_context_len=choices.memory.max_context_len,
         vocab_size=choices.spec.vocab_size,
-        eos_ids=frozenset(choices.spec.eos_ids) | frozenset(tokenizer.eos_ids),
+        eos_ids=_eos_ids(choices.spec, tokenizer),
         report=_report(config, choices, pools),
         kv_bytes=lambda: {
             tier: (usage.used + usage.in_flight) * choices.kv.bytes_per_block
@@ -136,13 +136,25 @@ def _choose(config: EngineConfig) -> _Choices:
 
 
 def _chat_template(config: EngineConfig, tokenizer: Tokenizer) -> ChatTemplate:
-    source = tokenizer.chat_template
-    if config.chat_template is not None:
-        try:
-            source = Path(config.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--chat-template {config.chat_template} cannot be read: {error}") from error
-    return ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token)
+    """The template that chat uses; the user's own is compiled at once, the model's when it is first needed."""
+    if config.chat_template is None:
+        return ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+    try:
+        source = Path(config.chat_template).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # not there, not UTF-8, a name with a null byte
+        raise ConfigError(f"--chat-template {config.chat_template!r} cannot be read: {error}") from error
+    template = ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token)
+    template.check()
+    return template
+
+
+def _eos_ids(spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids that end an answer; those that the model cannot choose are left out, with a warning."""
+    named = frozenset(spec.eos_ids) | frozenset(tokenizer.eos_ids)
+    impossible = {token_id for token_id in named if token_id >= spec.vocab_size}
+    if impossible:
+        logger.warning("end-of-text ids %s lie outside the vocabulary of %d", sorted(impossible), spec.vocab_size)
+    return named - impossible
 
 
 def _weights_bytes(spec: ModelSpec, dtype: DType) -> int:

@@ -28,6 +28,7 @@ class EngineCore:
             raise
         changed = self.scheduler.update(plan, result)
         self.stats.record(plan, result)
+        self.stats.num_preemptions = self.scheduler.num_preemptions
         return changed, result.tokens
 
 

@@ -1,6 +1,7 @@
 """`Engine`: requests in, outputs out. Validates prompts, owns the text side of each request, drives `EngineCore`."""
 
 import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 
 from ambidex.core.errors import ContextLengthError, InternalError, RequestError
@@ -50,6 +51,7 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Counters since the engine was built."""
+        self.core.stats.record_kv(self._kv_bytes())
         return self.core.stats
 
     @property
@@ -71,7 +73,9 @@ class Engine:
         Raises:
             RequestError, ContextLengthError: what is wrong with them.
         """
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _as_ids(prompt)
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"the sampling parameters are a {type(params).__name__}: give SamplingParams(...)")
         if not token_ids or prompt == "":
             raise RequestError("the prompt is empty: give at least one token")
         self._check_ids("prompt", token_ids)
@@ -116,7 +120,7 @@ class Engine:
             if output.is_finished:
                 del self._live[request.request_id]
             outputs.append(output)
-        self.stats.record_kv(self._kv_bytes())
+        self.core.stats.record_kv(self._kv_bytes())
         return outputs
 
     def abort(self, request_id: RequestId) -> RequestOutput | None:
@@ -141,5 +145,16 @@ class Engine:
 
     def _check_ids(self, name: str, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
-            if not isinstance(token_id, int) or not 0 <= token_id < self._vocab_size:
+            if not 0 <= token_id < self._vocab_size:
                 raise RequestError(f"{name}: {token_id!r} is no token id of this model (0 … {self._vocab_size - 1})")
+
+
+def _as_ids(prompt: Sequence[int]) -> list[int]:
+    """Token ids as plain numbers; numpy's are as good."""
+    try:
+        ids = [operator.index(token_id) for token_id in prompt if not isinstance(token_id, bool)]
+        if len(ids) == len(prompt):
+            return ids
+    except TypeError:
+        pass
+    raise RequestError(f"the prompt is a {type(prompt).__name__} of something else: give text or a list of token ids")

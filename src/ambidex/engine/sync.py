@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from itertools import islice
+from operator import index
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsIndex
 
 from ambidex.core.config import EngineConfig
-from ambidex.core.errors import CallerError, RequestFailedError
+from ambidex.core.errors import CallerError, RequestError, RequestFailedError
 from ambidex.core.ids import RequestId
 from ambidex.core.request import FinishReason, Request, SamplingParams
 from ambidex.engine.build import build_engine
@@ -141,7 +142,10 @@ class LLM:
         return self._stream(self._engine.make_request(prompt, params or SamplingParams()))
 
     def close(self) -> None:
-        """End all requests."""
+        """End all requests; open streams end with finish reason `abort`."""
+        for request_id, inbox in self._inboxes.items():
+            output = self._engine.abort(request_id)
+            inbox += [output] if output is not None else []
         self._engine.abort_all()
 
     def __enter__(self) -> "LLM":
@@ -185,12 +189,19 @@ class LLM:
 
 
 def _as_prompts(prompts: str | Sequence[int] | Sequence[str | Sequence[int]]) -> list[Prompt]:
+    """One prompt or many: a text, or a list of numbers, is one."""
     if isinstance(prompts, str):
         return [prompts]
-    items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [[item for item in items if isinstance(item, int)]]
-    return [item if isinstance(item, str) else list(item) for item in items if not isinstance(item, int)]
+    try:
+        items: list[Any] = list(prompts)
+    except TypeError:
+        raise RequestError(f"prompts is a {type(prompts).__name__}: give text, token ids, or a list of them") from None
+    numbers = [item for item in items if isinstance(item, SupportsIndex) and not isinstance(item, bool)]
+    if items and len(numbers) == len(items):
+        return [[index(number) for number in numbers]]
+    if numbers:
+        raise RequestError(f"prompts mixes token ids with prompts: {len(numbers)} of {len(items)} are numbers")
+    return items
 
 
 def _failed(error: CallerError) -> RequestOutput:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from ambidex.core.errors import ModelFileError, ModelNotFoundError
+from ambidex.formats.files import has_file
 from ambidex.formats.safetensors import read_index
 
 INDEX_NAME: Final = "model.safetensors.index.json"
@@ -92,7 +93,7 @@ def _describe_file(name: str, path: Path) -> ModelSource:
 
 def _describe_folder(name: str, folder: Path) -> ModelSource:
     config = folder / "config.json"
-    if not config.is_file():
+    if not has_file(config):
         gguf_files = ", ".join(sorted(path.name for path in folder.glob("*.gguf")))
         advice = f"name one of its GGUF files: {gguf_files}" if gguf_files else "it is not the folder of a model"
         raise ModelFileError(f"{folder} has no config.json: {advice}")
@@ -102,7 +103,7 @@ def _describe_folder(name: str, folder: Path) -> ModelSource:
 def _list_shards(folder: Path) -> tuple[Path, ...]:
     """The files that the index names, whether there or not; without an index all safetensors files of the folder."""
     index = folder / INDEX_NAME
-    if index.is_file():
+    if has_file(index):
         return tuple(folder / shard for shard in sorted(set(read_index(index).values())))
     return tuple(sorted(folder.glob("*.safetensors")))
 

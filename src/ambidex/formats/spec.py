@@ -6,6 +6,7 @@ from pathlib import Path
 from ambidex.core.errors import InternalError
 from ambidex.core.model_spec import ModelSpec
 from ambidex.formats.fields import Fields
+from ambidex.formats.files import has_file
 from ambidex.formats.gguf import GGUFFile
 from ambidex.formats.gguf_config import spec_from_gguf
 from ambidex.formats.hf_config import spec_from_hf
@@ -30,7 +31,7 @@ def read_spec(source: ModelSource) -> ModelSpec:
 
 def _merge_eos_ids(eos_ids: tuple[int, ...], generation_config: Path) -> tuple[int, ...]:
     """Chat models name their end of turn only in the generation config."""
-    if not generation_config.is_file():
+    if not has_file(generation_config):
         return eos_ids
     more = Fields(read_json_object(generation_config), str(generation_config)).token_ids("eos_token_id")
     return tuple(dict.fromkeys(eos_ids + more))

@@ -78,13 +78,19 @@ class Sampler:
         raw_logprobs = torch.log_softmax(logits, dim=-1) if wants_logprobs else None
         for row, state in zip(logits, states, strict=True):
             _adjust(row, state)
+        is_possible = logits.amax(dim=-1) > -torch.inf  # [B]
         chosen = self._choose(logits, states)  # [B]
         tokens: dict[RequestId, SampledToken] = {}
         failures: dict[RequestId, str] = {}
-        rows = zip(request_ids, states, chosen.tolist(), is_finite.tolist(), strict=True)
-        for row_idx, (request_id, state, token_id, is_row_finite) in enumerate(rows):
+        rows = zip(
+            request_ids, states, chosen.tolist(), is_finite.tolist(), (is_possible | ~is_finite).tolist(), strict=True
+        )
+        for row_idx, (request_id, state, token_id, is_row_finite, is_row_possible) in enumerate(rows):
             if not is_row_finite:
                 failures[request_id] = f"the model's logits are not finite after {state.num_output_tokens} tokens"
+                continue
+            if not is_row_possible:
+                failures[request_id] = "every token is forbidden: min_output_tokens shuts out all that are left"
                 continue
             state.num_output_tokens += 1
             if state.output_counts is not None:
@@ -133,7 +139,8 @@ def _draw(logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
 
     params = [state.params for state in states]
-    scaled = logits.double() / column([p.temperature for p in params])  # [R, V]
+    shifted = logits.double() - logits.double().amax(dim=-1, keepdim=True)  # so that tiny temperatures do not overflow
+    scaled = shifted / column([p.temperature for p in params])  # [R, V]
     probs, order = torch.softmax(scaled, dim=-1).sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(probs.shape[-1], device=logits.device)
     top_k = column([p.top_k or probs.shape[-1] for p in params])

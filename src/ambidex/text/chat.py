@@ -3,16 +3,22 @@
 The names that a template may use are those of transformers: `messages`, `add_generation_prompt`, `bos_token`,
 `eos_token`, `tools` and `documents` (both none), `raise_exception`, `strftime_now`, the filter `tojson`, the loop
 controls, and the tag `generation`, which marks the model's turns and prints what it holds.
+
+A template comes from a file that nobody has read: it is compiled only when it is first needed, nothing of it runs
+while it is compiled, and it can neither repeat a text nor raise a number to a size that would fill the memory.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Final, NoReturn
+from functools import cached_property
+from typing import Any, Final, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes, pass_context
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ambidex.core.errors import RequestError
@@ -21,31 +27,31 @@ from ambidex.core.units import MIB
 _MESSAGE_KEYS: Final = ("role", "content")
 _MAX_GROWTH: Final = 64
 _MAX_EXTRA: Final = MIB
-"""A prompt has at most `_MAX_GROWTH` times the characters of its messages, and `_MAX_EXTRA` more."""
+"""A prompt has at most `_MAX_GROWTH` times the characters of its messages, and `_MAX_EXTRA` more.
+
+`_MAX_EXTRA` also bounds the items of a repetition (`"x" * n`) and the bits of a product or power."""
 
 
 class ChatTemplate:
-    """A chat template, compiled.
+    """A chat template, compiled when it is first needed: making one never fails.
 
     Args:
         source: the template's text; None if the model has none.
         bos, eos: strings of the tokens that begin and end a text, None if the model has none.
-
-    Raises:
-        RequestError: there is no template, or it is not valid Jinja.
     """
 
     def __init__(self, source: str | None, bos: str | None, eos: str | None) -> None:
-        if source is None:
-            raise RequestError(
-                "the model has no chat template: use `generate` with a plain prompt, or give --chat-template FILE"
-            )
-        try:
-            self._template = _environment().from_string(source)
-        except TemplateSyntaxError as error:
-            raise RequestError(f"the chat template is not valid in line {error.lineno}: {error.message}") from error
+        self._source = source
         tokens = {"bos_token": bos, "eos_token": eos}
         self._tokens = {name: token for name, token in tokens.items() if token is not None}
+
+    def check(self) -> None:
+        """Compile the template now, to learn early that it is broken.
+
+        Raises:
+            RequestError: there is no template, or it is not valid Jinja.
+        """
+        _ = self._template
 
     def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """The prompt for these messages.
@@ -57,8 +63,10 @@ class ChatTemplate:
             add_generation_prompt: end with the beginning of the model's turn.
 
         Raises:
-            RequestError: there is no message, one has other keys or values, or the template refuses them.
+            RequestError: there is no template or no valid one, there is no message, one has other keys or values, or
+                the template refuses them.
         """
+        self.check()
         _check_messages(messages)
         limit = _MAX_GROWTH * sum(len(message["content"]) for message in messages) + _MAX_EXTRA
         parts: list[str] = []
@@ -68,6 +76,19 @@ class ChatTemplate:
             if (num_chars := num_chars + len(part)) > limit:
                 raise RequestError(f"the chat template makes more than {limit} characters of these messages: refused")
         return "".join(parts)
+
+    @cached_property
+    def _template(self) -> Template:
+        if self._source is None:
+            raise RequestError(
+                "the model has no chat template: use `generate` with a plain prompt, or give --chat-template FILE"
+            )
+        try:
+            return _environment().from_string(self._source)
+        except TemplateSyntaxError as error:
+            raise RequestError(f"the chat template is not valid in line {error.lineno}: {error.message}") from error
+        except Exception as error:  # the compilers, Jinja's and Python's, have limits of many kinds
+            raise RequestError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from error
 
     def _render_parts(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> Iterator[str]:
         try:
@@ -93,9 +114,42 @@ class _GenerationTag(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, without the products and powers that would fill the memory."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if _size_of_result(operator, left, right) > _MAX_EXTRA:
+            raise SecurityError(f"{operator!r} would make more than {_MAX_EXTRA} characters, items or bits")
+        return super().call_binop(context, operator, left, right)
+
+
+def _size_of_result(operator: str, left: Any, right: Any) -> int:
+    """Items of a repetition, bits of a whole number; 0 for anything that has neither."""
+    match operator, left, right:
+        case "**", int(), int():
+            return left.bit_length() * right
+        case "*", int(), int():
+            return left.bit_length() + right.bit_length()
+        case ("*", Sequence() as items, int() as count) | ("*", int() as count, Sequence() as items):
+            return len(items) * count
+    return 0
+
+
+@pass_context
+def _at_run_time(_context: Context, value: object) -> object:
+    """A `finalize` that needs a context keeps Jinja from computing constant expressions while it compiles."""
+    return value
+
+
+def _environment() -> _Sandbox:
+    environment = _Sandbox(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, loopcontrols],
+        optimized=False,
+        finalize=_at_run_time,
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception

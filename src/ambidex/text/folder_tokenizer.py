@@ -10,6 +10,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from ambidex.core.errors import ModelFileError, UnsupportedModelError
+from ambidex.formats.files import has_file
+from ambidex.text.backend_errors import is_backend_error
 from ambidex.text.parts import TokenizerParts, add_frame
 from ambidex.text.pre_tokenizers import PRE_TOKENIZATIONS, gpt2_words
 from ambidex.text.tokenizer_settings import TokenizerSettings
@@ -26,15 +28,15 @@ def read_folder_tokenizer(folder: Path) -> TokenizerParts:
         UnsupportedModelError: there is only a tokenizer.model, or vocabulary files of an unknown class.
     """
     settings = TokenizerSettings(folder)
-    if (folder / "tokenizer.json").is_file():
+    if has_file(folder / "tokenizer.json"):
         backend = _read_tokenizer_json(folder / "tokenizer.json")
         _apply_llama_class(backend, settings)
         _add_tokens(backend, settings, folder)
-    elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+    elif has_file(folder / "vocab.json") and has_file(folder / "merges.txt"):
         backend = _read_vocab_and_merges(folder, settings)
         _add_tokens(backend, settings, folder)
         _add_frame(backend, settings)
-    elif (folder / "tokenizer.model").is_file():
+    elif has_file(folder / "tokenizer.model"):
         raise UnsupportedModelError(
             f"{folder} has a tokenizer.model but no tokenizer.json: provide a tokenizer.json "
             "(transformers writes one when it saves the tokenizer)"
@@ -55,7 +57,9 @@ def read_folder_tokenizer(folder: Path) -> TokenizerParts:
 def _read_tokenizer_json(path: Path) -> Backend:
     try:
         return Backend.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
+    except BaseException as error:  # the library raises nothing narrower
+        if not is_backend_error(error):
+            raise
         raise ModelFileError(f"{path} is no tokenizer.json: {error}") from error
 
 
@@ -67,7 +71,9 @@ def _read_vocab_and_merges(folder: Path, settings: TokenizerSettings) -> Backend
         )
     try:
         backend = Backend(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
-    except Exception as error:  # the library raises nothing narrower
+    except BaseException as error:  # the library raises nothing narrower
+        if not is_backend_error(error):
+            raise
         raise ModelFileError(f"{folder}: vocab.json and merges.txt are no vocabulary: {error}") from error
     if settings.class_name == "Qwen2Tokenizer":
         backend.normalizer = normalizers.NFC()

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from ambidex.core.errors import RequestError
 from ambidex.formats.gguf import GGUFFile
 from ambidex.formats.locate import ModelSource, SourceKind
+from ambidex.text.backend_errors import is_backend_error
 from ambidex.text.folder_tokenizer import read_folder_tokenizer
 from ambidex.text.gguf_tokenizer import read_gguf_tokenizer
 from ambidex.text.parts import TokenizerParts
@@ -62,12 +63,19 @@ class Tokenizer:
                 which writes them itself.
 
         Raises:
-            RequestError: the text holds half of a surrogate pair.
+            RequestError: the text holds half of a surrogate pair, or the model's tokenizer fails at it.
         """
         try:
             return self._backend.encode(text, add_special_tokens=add_special).ids
         except TypeError as error:
             raise RequestError("the text is no valid Unicode (half of a surrogate pair): remove it") from error
+        except BaseException as error:  # the library raises nothing narrower
+            if not is_backend_error(error):
+                raise
+            raise RequestError(
+                f"the model's tokenizer fails at this text ({error}): its vocabulary has no token for a part of it, or "
+                "its files are broken; give another text or other tokenizer files"
+            ) from error
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of tokens; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""

@@ -6,6 +6,7 @@ from typing import Final, TypeVar
 from tokenizers import AddedToken
 
 from ambidex.core.errors import ModelFileError
+from ambidex.formats.files import has_file
 from ambidex.formats.json_file import read_json_object, show
 
 _T = TypeVar("_T")
@@ -64,8 +65,10 @@ class TokenizerSettings:
             return {self._read_id(key): self._read_token("added_tokens_decoder", declared[key]) for key in declared}
         special = {token.content for token in self.special_tokens()}
         return {
-            self._read_id(token_id): AddedToken(token, special=token in special, normalized=token not in special)
-            for token, token_id in self._read("added_tokens.json").items()
+            self._read_id(token_id): self._make_token(
+                "added_tokens.json", text, special=text in special, normalized=text not in special
+            )
+            for text, token_id in self._read("added_tokens.json").items()
         }
 
     def find_eos_ids(self) -> list[int]:
@@ -77,15 +80,16 @@ class TokenizerSettings:
     def find_chat_template(self) -> str | None:
         """chat_template.jinja, else the (default) template in tokenizer_config.json."""
         path = self._folder / "chat_template.jinja"
-        if path.is_file():
+        if has_file(path):
             try:
                 return path.read_text("utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise ModelFileError(f"{path} cannot be read as text: {error}") from error
         value = self._values.get("chat_template")
         if isinstance(value, list):
-            named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
-            value = named.get("default")
+            if not all(isinstance(item, dict) and isinstance(item.get("name"), str) for item in value):
+                raise self._error("chat_template", value, "text, or a list of named texts")
+            value = {item["name"]: item.get("template") for item in value}.get("default")
         if value is not None and not isinstance(value, str):
             raise self._error("chat_template", value, "text, or a list of named texts")
         return value
@@ -99,7 +103,7 @@ class TokenizerSettings:
 
     def _read(self, name: str) -> dict[str, object]:
         path = self._folder / name
-        return read_json_object(path) if path.is_file() else {}
+        return read_json_object(path) if has_file(path) else {}
 
     def _find(self, key: str, kind: type[_T]) -> _T | None:
         value = self._values.get(key)
@@ -109,13 +113,19 @@ class TokenizerSettings:
 
     def _read_token(self, key: str, value: object) -> AddedToken:
         if isinstance(value, str):
-            return AddedToken(value, special=True, normalized=False)
+            return self._make_token(key, value, special=True, normalized=False)
         if not isinstance(value, dict) or not isinstance(content := value.get("content"), str):
             raise self._error(key, value, "a token's text, or an object with its `content`")
         flags = {flag: value[flag] for flag in _TOKEN_FLAGS if flag in value}
         if not all(isinstance(flag, bool) for flag in flags.values()):
             raise self._error(key, value, "a token with flags that are true or false")
-        return AddedToken(content, **flags)
+        return self._make_token(key, content, **flags)
+
+    def _make_token(self, key: str, content: str, **flags: bool) -> AddedToken:
+        try:
+            return AddedToken(content, **flags)
+        except UnicodeEncodeError as error:
+            raise self._error(key, content, "valid Unicode (it holds half of a surrogate pair)") from error
 
     def _read_id(self, value: object) -> int:
         text = str(value)

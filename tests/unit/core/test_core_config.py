@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from ambidex.core.config import MAX_BLOCK_SIZE, EngineConfig, SettingKind, flag_name, variable_name
+from ambidex.core.config import EngineConfig, SettingKind, flag_name, variable_name
 from ambidex.core.errors import ConfigError
 
 
@@ -32,14 +32,14 @@ def test_config_with_value_below_its_range_raises_naming_the_flag(name: str, val
 
 @pytest.mark.parametrize("name", ["gpu_memory", "dram_memory"])
 def test_config_with_negative_budget_raises(name: str) -> None:
-    with pytest.raises(ConfigError, match="must not be negative"):
+    with pytest.raises(ConfigError, match="must be at least 0"):
         dataclasses.replace(EngineConfig(model="m"), **{name: -1})
 
 
 def test_config_with_huge_block_raises() -> None:
-    assert EngineConfig(model="m", block_size=MAX_BLOCK_SIZE).block_size == MAX_BLOCK_SIZE
+    assert EngineConfig(model="m", block_size=1024).block_size == 1024
     with pytest.raises(ConfigError, match="at most 1024"):
-        EngineConfig(model="m", block_size=MAX_BLOCK_SIZE + 1)
+        EngineConfig(model="m", block_size=1024 + 1)
 
 
 def test_config_without_model_raises() -> None:
@@ -57,3 +57,24 @@ def test_config_fields_have_kind_and_help() -> None:
 def test_names_of_flag_and_variable_follow_the_field() -> None:
     assert flag_name("kv_gpu_tokens") == "--kv-gpu-tokens"
     assert variable_name("kv_gpu_tokens") == "AMBIDEX_KV_GPU_TOKENS"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_size": "64"}, "--block-size is '64': it must be a whole number"),
+        ({"block_size": 2.5}, "--block-size is 2.5: it must be a whole number"),
+        ({"num_threads": 10**30}, "--num-threads is .*: it must be at most 4096"),
+        ({"seed": 10**5000}, "--seed is a number of .* bits: it must be at most"),
+        ({"chat_template": 5}, "--chat-template is 5: it must be text"),
+        ({"device": "tpu"}, "--device is 'tpu': it must be one of auto, cpu, cuda"),
+    ],
+)
+def test_config_value_of_a_wrong_kind_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(model="m", **changes)  # type: ignore[arg-type]
+
+
+def test_config_takes_sizes_and_choices_as_text() -> None:
+    config = EngineConfig(model="m", gpu_memory="1GiB", dtype="fp32")  # type: ignore[arg-type]
+    assert (config.gpu_memory, config.dtype.value) == (1 << 30, "fp32")

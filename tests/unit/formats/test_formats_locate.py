@@ -75,6 +75,20 @@ def test_find_model_when_folder_is_no_model_says_so(tmp_path: Path) -> None:
         find_model(str(tmp_path))
 
 
+def test_find_model_when_config_is_a_folder_says_so(tmp_path: Path) -> None:
+    # Bug: "has no config.json".
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ModelFileError, match=r"config\.json is a folder: it must be a file"):
+        find_model(str(tmp_path))
+
+
+def test_find_model_when_config_links_to_itself_says_so(tmp_path: Path) -> None:
+    # Bug: "has no config.json".
+    (tmp_path / "config.json").symlink_to("config.json")
+    with pytest.raises(ModelFileError, match=r"config\.json cannot be read: Too many levels of symbolic links"):
+        find_model(str(tmp_path))
+
+
 def test_find_model_when_file_is_of_another_kind_says_what_to_name(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.touch()

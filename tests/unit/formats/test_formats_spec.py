@@ -53,3 +53,10 @@ def test_read_spec_when_smollm2_reads_the_real_file() -> None:
     assert (spec.max_context_len, spec.tie_embeddings, spec.bos_id, spec.eos_ids) == (8192, True, 1, (2,))
     assert spec.rope is not None
     assert (spec.rope.theta, spec.rope.dim) == (100000.0, 64)
+
+
+def test_read_spec_when_generation_config_is_a_folder_says_so(tmp_path: Path) -> None:
+    # Bug: whatever was no regular file counted as absent, and the end of turn was lost.
+    (tmp_path / "generation_config.json").mkdir()
+    with pytest.raises(ModelFileError, match=r"generation_config\.json is a folder: it must be a file"):
+        read_spec(find_model(write_folder(tmp_path)))

@@ -1,6 +1,8 @@
 import datetime
 from collections.abc import Sequence
+from unittest.mock import Mock
 
+import jinja2.filters
 import pytest
 
 from ambidex.core.errors import RequestError
@@ -60,13 +62,78 @@ def test_render_leaves_messages_alone() -> None:
 
 def test_template_none_is_refused() -> None:
     with pytest.raises(RequestError, match=r"no chat template: use `generate` .* or give --chat-template FILE"):
-        ChatTemplate(None, "<s>", "</s>")
+        ChatTemplate(None, "<s>", "</s>").render(_HELLO)
 
 
 @pytest.mark.parametrize("source", ["a\n{% if %}", "{{ 1 + }}", "{% endfor %}", "{{ x | no_such_filter }}"])
 def test_template_of_bad_syntax_is_refused(source: str) -> None:
     with pytest.raises(RequestError, match=r"the chat template is not valid in line \d"):
-        ChatTemplate(source, None, None)
+        ChatTemplate(source, None, None).render(_HELLO)
+
+
+_BROKEN = {
+    "missing": None,
+    "bad syntax": "{{ 1 + }}",
+    "deep": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "many digits": "{{ " + "9" * 5000 + " }}",
+    "nested loops": "{% for x in y %}" * 30 + "{% endfor %}" * 30,
+}
+
+
+@pytest.mark.parametrize("source", _BROKEN.values(), ids=_BROKEN)
+def test_template_broken_is_refused_by_render_and_check_only(source: str | None) -> None:
+    # Bug: the constructor raised (RecursionError among others), so a model with a bad template could not be loaded.
+    template = ChatTemplate(source, None, None)
+    with pytest.raises(RequestError, match="chat template"):
+        template.render(_HELLO)
+    with pytest.raises(RequestError, match="chat template"):
+        template.check()
+
+
+def test_template_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{{ messages[0].content }}", None, None)
+    template.check()
+    monkeypatch.setattr("ambidex.text.chat._environment", None)
+    assert [template.render(_HELLO) for _ in range(2)] == ["hello", "hello"]
+
+
+_HUGE = (
+    "{{ 'a' * 10**10 }}",
+    "{{ 10**10 * 'a' }}",
+    "{{ [0] * 10**10 }}",
+    "{% set x = 'a' * 10**10 %}",
+    "{{ 10**(10**10) }}",
+    "{{ 2**(10**6) * 2**(10**6) }}",
+)
+
+
+@pytest.mark.parametrize("source", _HUGE)
+def test_render_huge_product_or_power_is_refused(source: str) -> None:
+    # Bug: Jinja folded the constants while it compiled, which filled the memory before anything was checked.
+    template = ChatTemplate(source, None, None)
+    template.check()
+    with pytest.raises(RequestError, match="would make more than 1048576 characters, items or bits"):
+        template.render(_HELLO)
+
+
+@pytest.mark.parametrize("source", ["{{ 'a' | center(1000) }}", "{% set x = 'a' | center(1000) %}"])
+def test_check_computes_no_constants(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Bug: as above; without its optimizer Jinja still folds what stands alone between the braces.
+    center = Mock(return_value="")
+    monkeypatch.setitem(jinja2.filters.FILTERS, "center", center)
+    template = ChatTemplate(source, None, None)
+    template.check()
+    assert not center.called
+    template.render(_HELLO)
+    assert center.called
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [("{{ 'ab' * 3 }}", "ababab"), ("{{ 3 * 1.5 }} {{ 2 ** 10 }} {{ 2 ** -1 }}", "4.5 1024 0.5")],
+)
+def test_render_small_products_and_powers_are_computed(source: str, expected: str) -> None:
+    assert _render(source) == expected
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,18 @@ def test_read_malformed_vocabulary_is_refused(name: str, tmp_path: Path) -> None
         ("tokenizer_config.json", {"added_tokens_decoder": {"7": {"content": "<new>"}}}, "gives '<new>' the id 7"),
         ("generation_config.json", {"eos_token_id": [-1]}, "token id is -1: it must be a whole number"),
         ("chat_template.jinja", b"\xff", "cannot be read as text"),
+        # Bug: TypeError of a name that cannot be a key.
+        (
+            "tokenizer_config.json",
+            {"chat_template": [{"name": [1], "template": "x"}]},
+            "text, or a list of named texts",
+        ),
+        ("tokenizer_config.json", {"chat_template": ["x"]}, "text, or a list of named texts"),
+        # Bug: UnicodeEncodeError of half of a surrogate pair in a token's text.
+        ("tokenizer_config.json", {"bos_token": "\ud800"}, "bos_token is '\\ud800': it must be valid Unicode"),
+        ("tokenizer_config.json", {"eos_token": {"content": "\ud800"}}, "eos_token is '\\ud800'"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"7": {"content": "\ud800"}}}, "is '\\ud800'"),
+        ("added_tokens.json", {"\ud800": 7}, "added_tokens.json is '\\ud800'"),
     ],
 )
 def test_read_malformed_file_is_refused(name: str, value: object, message: str, tmp_path: Path) -> None:
@@ -134,3 +146,22 @@ def test_read_malformed_file_is_refused(name: str, value: object, message: str, 
     with pytest.raises(ModelFileError) as caught:
         _load(folder)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "generation_config.json", "added_tokens.json"])
+def test_read_folder_in_place_of_a_file_is_refused(name: str, tmp_path: Path) -> None:
+    # Bug: whatever was no regular file counted as absent.
+    folder = save_folder(tmp_path, gpt2_tokenizer())
+    (folder / name).mkdir()
+    with pytest.raises(ModelFileError, match=rf"{name} is a folder: it must be a file"):
+        _load(folder)
+
+
+def test_read_json_at_which_the_library_panics_is_refused(tmp_path: Path) -> None:
+    # Bug: a panic is a BaseException, so that it was not seen as a malformed file.
+    folder = save_folder(tmp_path, gpt2_tokenizer())
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "/////w=="}
+    _write(folder, "tokenizer.json", content)
+    with pytest.raises(ModelFileError, match=r"is no tokenizer\.json"):
+        _load(folder)

@@ -1,10 +1,14 @@
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 
 from ambidex.core.errors import RequestError
 from ambidex.formats.locate import ModelSource, SourceKind, find_model
 from ambidex.text.folder_tokenizer import read_folder_tokenizer
+from ambidex.text.parts import TokenizerParts
 from ambidex.text.tokenizer import Tokenizer, load_tokenizer
 from tiny_tokenizers import gpt2_tokenizer, save_folder
 
@@ -13,6 +17,11 @@ from tiny_tokenizers import gpt2_tokenizer, save_folder
 def tokenizer(tmp_path: Path) -> Tokenizer:
     folder = save_folder(tmp_path, gpt2_tokenizer(), bos_token="<|begin_of_text|>", eos_token="<|im_end|>")
     return Tokenizer(read_folder_tokenizer(folder))
+
+
+def _tokenizer(backend: Backend) -> Tokenizer:
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(TokenizerParts(backend=backend, bos_id=None, eos_ids=(), chat_template=None))
 
 
 def test_load_smollm2_reads_the_gguf() -> None:
@@ -38,6 +47,31 @@ def test_named_tokens_have_ids_and_strings(tokenizer: Tokenizer) -> None:
 def test_encode_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="half of a surrogate pair"):
         tokenizer.encode("a\ud800")
+
+
+def test_encode_text_with_unknown_token_that_is_not_in_the_vocabulary_is_refused() -> None:
+    # Bug: the library's plain Exception went through to the caller.
+    tokenizer = _tokenizer(Backend(models.BPE(vocab={"a": 0}, merges=[], unk_token="<unk>")))
+    with pytest.raises(RequestError, match="Unk token `<unk>` not found") as caught:
+        tokenizer.encode("b")
+    assert type(caught.value.__cause__) is Exception
+
+
+def test_encode_panic_of_the_library_is_refused() -> None:
+    # Bug: a panic is a BaseException, so that no handler of errors of requests saw it.
+    backend = Backend(models.BPE(vocab={"a": 0}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.FixedLength(0)
+    with pytest.raises(RequestError, match="chunk size must be non-zero") as caught:
+        _tokenizer(backend).encode("a")
+    assert type(caught.value.__cause__).__name__ == "PanicException"
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_encode_interrupt_goes_through(interrupt: type[BaseException]) -> None:
+    tokenizer = _tokenizer(Backend(models.BPE(vocab={"a": 0}, merges=[])))
+    tokenizer._backend = Mock(encode=Mock(side_effect=interrupt))
+    with pytest.raises(interrupt):
+        tokenizer.encode("a")
 
 
 def test_decode_special_tokens_are_skipped_or_shown(tokenizer: Tokenizer) -> None:
