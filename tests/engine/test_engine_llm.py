@@ -92,6 +92,16 @@ def test_stop_string_with_include_stop_is_shown(llm: LLM) -> None:
     assert output.text == whole[: whole.index(stop) + 2]
 
 
+def test_stop_string_before_the_minimum_length_does_not_end_the_answer(llm: LLM) -> None:
+    """The minimum was kept for stop ids alone."""
+    whole = llm.generate("hello", GREEDY)[0]
+    stop = whole.text[2]
+    output = llm.generate("hello", make_params(stop=(stop,), min_output_tokens=5))[0]
+    later = whole.text.find(stop, 5)
+    assert output.text == (whole.text if later < 0 else whole.text[:later])
+    assert len(output.token_ids) >= 5
+
+
 def test_stop_token_id_ends_the_answer_and_is_not_shown(llm: LLM) -> None:
     free = llm.generate("hello", GREEDY)[0]
     stop_id = free.token_ids[3]

@@ -25,33 +25,36 @@ def answer_file(services: Services, chosen: ChosenSettings, source: str, target:
     """Answer the lines of `source` that `target` does not have yet; returns the exit code.
 
     Raises:
-        ConfigError: a file cannot be used. Other errors as when an engine is built.
+        ConfigError: a file cannot be used. MachineError: `target` takes no more. Others as when an engine is built.
     """
-    if source != "-" and target != "-" and Path(target).exists() and Path(source).exists():
+    if source != "-" and target != "-" and Path(target).is_file() and Path(source).is_file():
         _refuse_same_file(Path(source), Path(target))
     lines = read_lines(source, defaults=chosen.sampling, seed=chosen.engine.seed)
-    with open_results(target) as results:
-        todo = [line for line in lines if not results.is_done(line)]
-        if todo:
+    with open_results(target, lines) as results:
+        num_done = len(lines) - len(results.todo)
+        if results.todo:
             try:
-                _answer_lines(services, chosen, todo, results, verbose=verbose, num_done=len(lines) - len(todo))
+                _answer_lines(services, chosen, results, verbose=verbose, num_done=num_done)
             except KeyboardInterrupt:
                 say(f"stopped after {results.num_answered} answers: the same command goes on from here")
                 raise
-        num_done = len(lines) - len(todo)
-        say(f"{len(lines)} lines: {results.num_answered} answered, {results.num_failed} failed, {num_done} done before")
-        return EXIT_SOME_LINES_FAILED if results.num_failed else 0
+        failed_before = f" ({results.num_failed_before} of them failed)" if results.num_failed_before else ""
+        say(
+            f"{len(lines)} lines: {results.num_answered} answered, {results.num_failed} failed, "
+            f"{num_done} done before{failed_before}"
+        )
+        return EXIT_SOME_LINES_FAILED if results.num_failed + results.num_failed_before else 0
 
 
 def _answer_lines(
     services: Services,
     chosen: ChosenSettings,
-    lines: Sequence[Line | BadLine],
     results: ResultFile,
     *,
     verbose: bool,
     num_done: int,
 ) -> None:
+    lines = results.todo
     good = [line for line in lines if isinstance(line, Line)]
     with (
         open_llm(services, chosen, verbose=verbose) as llm,

@@ -4,12 +4,10 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING, Final
 
-import click
-
 from ambidex.cli.config_file import closest
 from ambidex.cli.interrupt import Interrupt
 from ambidex.cli.services import LLMService
-from ambidex.cli.show import explain_end, print_table, say, stats_rows
+from ambidex.cli.show import explain_end, print_table, print_text, say, stats_rows
 from ambidex.cli.source import check_text
 from ambidex.core.errors import AmbidexError, CallerError, ContextLengthError, RequestError, RequestFailedError
 from ambidex.core.request import FinishReason, SamplingParams
@@ -88,10 +86,10 @@ class Conversation:
         output = None
         with Interrupt() as interrupt, closing(self._llm.chat_stream(system + self._messages, self._params)) as stream:
             for output in stream:
-                click.echo(output.delta, nl=False)
+                print_text(output.delta, newline=False)
                 if interrupt.is_set:
                     break
-        click.echo()
+        print_text("")
         if output is None or output.finish_reason is FinishReason.ERROR:
             raise RequestFailedError(output.error or "no reason given" if output else "the engine gave no answer")
         if output.is_finished:

@@ -12,7 +12,7 @@ import click
 
 from ambidex.cli.services import Services
 from ambidex.cli.settings import VerbOption
-from ambidex.cli.show import print_json, print_table
+from ambidex.cli.show import print_json, print_table, print_text
 from ambidex.core.errors import NativeModuleError
 from ambidex.core.units import GIB, format_size
 from ambidex.hw.memory import MemoryInfo, read_memory
@@ -71,9 +71,9 @@ def doctor(ctx: click.Context, /, *, as_json: bool) -> int:
     else:
         print_table(("found", ""), findings_rows(findings))
         for problem in problems:
-            click.echo(f"\n{'PROBLEM' if problem.is_essential else 'advice'}: {problem.what}\n  {problem.mend}")
+            print_text(f"\n{'PROBLEM' if problem.is_essential else 'advice'}: {problem.what}\n  {problem.mend}")
         if not problems:
-            click.echo("\nno problems found")
+            print_text("\nno problems found")
     return int(any(problem.is_essential for problem in problems))
 
 

@@ -10,7 +10,7 @@ from ambidex.cli.batch import answer_file
 from ambidex.cli.services import LLMService, Services
 from ambidex.cli.session import SettingsCommand, open_llm
 from ambidex.cli.settings import ChosenSettings, VerbOption
-from ambidex.cli.show import answer_json, explain_end, print_json, stats_json
+from ambidex.cli.show import answer_json, explain_end, print_json, print_text, stats_json
 from ambidex.cli.source import check_text, is_stdin_terminal, read_prompt_file, read_prompt_stdin
 from ambidex.core.errors import RequestError, RequestFailedError
 from ambidex.core.request import FinishReason
@@ -136,8 +136,8 @@ def print_answer(llm: LLMService, chosen: ChosenSettings, prompt: str) -> int:
     """Stream the answer's text."""
     output = None
     for output in llm.stream(prompt, chosen.sampling):
-        click.echo(output.delta, nl=False)
-    click.echo()
+        print_text(output.delta, newline=False)
+    print_text("")
     if output is None or output.finish_reason is FinishReason.ERROR:
         raise RequestFailedError(output.error or "no reason given" if output else "the engine gave no answer")
     explain_end(output, chosen.sampling)

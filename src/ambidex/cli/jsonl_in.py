@@ -6,16 +6,18 @@
 Fields are those of `SamplingParams`, `id` (a text or a whole number) and one of `prompt` and `messages`.
 """
 
+import codecs
+import hashlib
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from ambidex.cli.config_file import closest
 from ambidex.cli.settings import SAMPLING_SETTINGS
-from ambidex.cli.source import check_text, decode
+from ambidex.cli.source import check_text, decode, parse_json, quote
 from ambidex.core.errors import ConfigError, RequestError
 from ambidex.core.request import SamplingParams
 
@@ -30,20 +32,25 @@ Conversation = tuple[Mapping[str, str], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A line that can be asked. `index` counts the lines of the file from 0."""
+    """A line that can be asked.
+
+    `index` counts the lines of the file from 0. `fingerprint` is a hash of all that is asked: prompt and parameters.
+    """
 
     index: int
     line_id: LineId
+    fingerprint: str
     prompt: str | Conversation
     params: SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadLine:
-    """A line that cannot be asked, and why."""
+    """A line that cannot be asked, and why; `fingerprint` is a hash of its bytes."""
 
     index: int
     line_id: LineId
+    fingerprint: str
     error: str
 
 
@@ -59,47 +66,57 @@ def read_lines(name: str, *, defaults: SamplingParams, seed: int) -> list[Line |
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:
-        raise ConfigError(f"--jsonl {name} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"--jsonl {name} cannot be read: {error.strerror or error}") from error
     lines: list[Line | BadLine] = []
     owners: dict[LineId, int] = {}
-    for index, raw in enumerate(data.split(b"\n")):
+    for index, raw in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n")):
         if not raw.strip():
             continue
-        line = _read_line(index, raw, replace(defaults, seed=(seed + index) % _NUM_SEEDS))
+        line = _read_line(index, raw, defaults, seed)
         if line.line_id is not None and owners.setdefault(line.line_id, index) != index:
             first = owners[line.line_id]
-            line = BadLine(index=index, line_id=None, error=f"id {line.line_id!r} is also that of line {first + 1}")
+            line = _bad_line(index, None, raw, f"id {quote(line.line_id)} is also that of line {first + 1}")
         lines.append(line)
     return lines
 
 
-def _read_line(index: int, raw: bytes, defaults: SamplingParams) -> Line | BadLine:
+def _read_line(index: int, raw: bytes, defaults: SamplingParams, seed: int) -> Line | BadLine:
     line_id: LineId = None
     try:
         fields = _read_object(decode(raw, name="the line"))
         line_id = _read_id(fields.get("id"))
-        return Line(index=index, line_id=line_id, prompt=_read_prompt(fields), params=_read_params(fields, defaults))
+        prompt = _read_prompt(fields)
+        params = _read_params(fields, replace(defaults, seed=(seed + index) % _NUM_SEEDS))
     except RequestError as error:
-        return BadLine(index=index, line_id=line_id, error=str(error))
+        return _bad_line(index, line_id, raw, str(error))
+    # A line that moves keeps its fingerprint: what hangs on its place, the seed made for it, is left out.
+    asked = {**asdict(params), "seed": fields.get("seed", f"{seed} + index"), "prompt": prompt}
+    fingerprint = _hash(json.dumps(asked, sort_keys=True).encode())
+    return Line(index=index, line_id=line_id, fingerprint=fingerprint, prompt=prompt, params=params)
+
+
+def _bad_line(index: int, line_id: LineId, raw: bytes, error: str) -> BadLine:
+    return BadLine(index=index, line_id=line_id, fingerprint=_hash(raw.strip()), error=error)
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def _read_object(text: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"no JSON: {error}") from None
+    fields = parse_json(text)
     if not isinstance(fields, dict):
         raise RequestError('no JSON object: write it like {"prompt": "…"}')
     for name in fields:
         if name not in _FIELDS:
-            raise RequestError(f"unknown field {name!r}{closest(name, _FIELDS)}")
+            raise RequestError(f"unknown field {quote(name)}{closest(name, _FIELDS)}")
     return fields
 
 
 def _read_id(value: object) -> LineId:
     if value is None or (isinstance(value, str | int) and not isinstance(value, bool)):
         return value if not isinstance(value, str) else check_text(value, name="id")
-    raise RequestError(f"id is {value!r}: it must be a text or a whole number")
+    raise RequestError(f"id is {quote(value)}: it must be a text or a whole number")
 
 
 def _read_prompt(fields: Mapping[str, Any]) -> str | Conversation:
@@ -109,7 +126,7 @@ def _read_prompt(fields: Mapping[str, Any]) -> str | Conversation:
         return _read_messages(fields["messages"])
     prompt = fields["prompt"]
     if not isinstance(prompt, str):
-        raise RequestError(f"prompt is {prompt!r}: it must be a text")
+        raise RequestError(f"prompt is {quote(prompt)}: it must be a text")
     if not prompt:
         raise RequestError("the prompt is empty: give at least one character")
     return check_text(prompt, name="prompt")
@@ -121,7 +138,7 @@ def _read_messages(messages: object) -> Conversation:
     for message in messages:
         is_message = isinstance(message, dict) and set(message) == {"role", "content"}
         if not is_message or not all(isinstance(text, str) for text in message.values()):
-            raise RequestError(f'a message is {message!r}: write it like {{"role": "user", "content": "…"}}')
+            raise RequestError(f'a message is {quote(message)}: write it like {{"role": "user", "content": "…"}}')
         check_text(message["content"], name="content")
         check_text(message["role"], name="role")
     return tuple(messages)
@@ -134,5 +151,5 @@ def _read_params(fields: Mapping[str, Any], defaults: SamplingParams) -> Samplin
             try:
                 given[name] = _SETTINGS[name].read(fields[name])
             except ValueError as error:
-                raise RequestError(f"{name} is {fields[name]!r}: {error}") from None
+                raise RequestError(f"{name} is {quote(fields[name])}: {error}") from None
     return replace(defaults, **given)

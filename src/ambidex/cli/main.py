@@ -22,7 +22,7 @@ from ambidex.cli.generate import GenerateCommand
 from ambidex.cli.models import ModelsCommand
 from ambidex.cli.services import Services, package_version
 from ambidex.cli.settings import VerbOption
-from ambidex.cli.show import say
+from ambidex.cli.show import print_text, say
 from ambidex.core.errors import AmbidexError, CallerError, ConfigError, InternalError
 
 EXIT_FAILED: Final = 1
@@ -81,14 +81,14 @@ def start(ctx: click.Context, /, **_options: Any) -> None:
     """Before any verb: refuse unknown variables; without a verb, show help."""
     check_variables(ctx.command, os.environ)
     if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help())
+        print_text(ctx.get_help())
 
 
 def show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     """Callback of `--version`."""
     del param
     if value and not ctx.resilient_parsing:
-        click.echo(f"ambidex {package_version('ambidex') or '(not installed: run from its source)'}")
+        print_text(f"ambidex {package_version('ambidex') or '(not installed: run from its source)'}")
         ctx.exit()
 
 

