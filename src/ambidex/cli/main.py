@@ -22,7 +22,7 @@ from ambidex.cli.generate import GenerateCommand
 from ambidex.cli.models import ModelsCommand
 from ambidex.cli.services import Services, package_version
 from ambidex.cli.settings import VerbOption
-from ambidex.cli.show import print_text, say
+from ambidex.cli.show import naming_stdout, print_text, say
 from ambidex.core.errors import AmbidexError, CallerError, ConfigError, InternalError
 
 EXIT_FAILED: Final = 1
@@ -59,13 +59,18 @@ class AmbidexCommand(click.Group):
             code = super().main(args, prog_name, standalone_mode=False, **extra)
         except Exception as error:
             code = report_error(error)
+        try:
+            _flush_stdout()
+        except OSError:  # it has been reported; what could not be written must not fail once more
+            _discard_stdout()
         sys.exit(code)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a verb; a reader of stdout that went away (`| head`) ends it without words."""
         try:
             code = super().invoke(ctx)
-            sys.stdout.flush()
+            with naming_stdout():
+                _flush_stdout()
         except BrokenPipeError:
             _discard_stdout()
             return EXIT_BROKEN_PIPE
@@ -142,7 +147,12 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
+def _flush_stdout() -> None:
+    if sys.stdout is not None:  # as after `>&-`
+        sys.stdout.flush()
+
+
 def _discard_stdout() -> None:
-    """Nobody reads any more: what is still buffered goes nowhere, so that Python does not complain when it ends."""
+    """What is still buffered and cannot be written goes nowhere, so that Python does not complain when it ends."""
     with suppress(OSError, ValueError):  # a stdout that is no file has no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

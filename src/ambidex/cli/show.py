@@ -30,21 +30,28 @@ def say(text: str) -> None:
     click.echo(text, err=True)
 
 
-def print_text(text: str, *, newline: bool = True) -> None:
-    """A text on stdout, at once.
+@contextmanager
+def naming_stdout() -> Iterator[None]:
+    """Writing to stdout may fail.
 
     Raises:
         BrokenPipeError: nobody reads any more.
         MachineError: stdout takes no more for another reason, such as a full disk.
     """
     try:
-        click.echo(text, nl=newline)
+        yield
     except BrokenPipeError:
         raise
     except OSError as error:
         raise MachineError(
             f"standard output cannot be written: {error.strerror or error}: mend that or send it elsewhere"
         ) from error
+
+
+def print_text(text: str, *, newline: bool = True) -> None:
+    """A text on stdout, at once."""
+    with naming_stdout():
+        click.echo(text, nl=newline)
 
 
 def print_json(value: object) -> None:
@@ -60,7 +67,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title:
     table = Table(*columns, title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
-    with console.capture() as capture:
+    with naming_stdout(), console.capture() as capture:  # a capture writes too: nothing, which a full disk refuses
         console.print(table, highlight=False)
     show = say if err else print_text
     show("\n".join(line.rstrip() for line in capture.get().splitlines()))

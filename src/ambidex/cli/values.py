@@ -71,11 +71,9 @@ def read_size(value: object) -> int:
     if not isinstance(value, str):
         return read_int(value)
     try:
-        return read_int(parse_size(value))
+        return parse_size(value)
     except ConfigError:
-        raise ValueError("write it like 8GiB, 512MiB or 2GB") from None
-    except OverflowError:
-        raise ValueError("it must lie below 2^63 bytes") from None
+        raise ValueError("write it like 8GiB, 512MiB or 2GB, at most 2^63 - 1 bytes") from None
 
 
 def read_bias(value: object) -> tuple[int, float]:

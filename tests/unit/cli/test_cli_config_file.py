@@ -47,6 +47,12 @@ def test_file_may_hold_settings_of_other_verbs(tmp_path: Path) -> None:
         ("model = 3", "my.toml: model is 3: it must be a text"),
         ("logit_bias = [[1, 2, 3]]", "my.toml: logit_bias is [[1, 2, 3]]: write it like 42=-100 (token id = bias)"),
         ("block_size = ", "configuration file my.toml cannot be read: Invalid value (at end of document)"),
+        (f"temperature = {10**400}", "my.toml: temperature is 1000"),
+        (f"top_k = {10**400}", "my.toml: top_k is 1000"),
+        (f"block_size = 0x{'f' * 5000}", "my.toml: block_size is too long to show: it must lie in [-2^63, 2^63)"),
+        (f"block_size = {'9' * 5001}", "configuration file my.toml cannot be read: Exceeds the limit"),
+        (f"stop = {'[' * 5000}", "configuration file my.toml cannot be read: it is nested too deeply"),
+        ("logit_bias = [[3, 1], [3, 2]]", "my.toml: logit_bias is [[3, 1], [3, 2]]: id 3 comes twice: leave one out"),
         (b"# \xff", "configuration file my.toml cannot be read: 'utf-8' codec can't decode byte 0xff"),
     ],
 )  # fmt: skip

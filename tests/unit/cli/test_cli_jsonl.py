@@ -1,8 +1,11 @@
 import fcntl
 import json
+import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,10 @@ class Files:
         """What OUT holds."""
         return [json.loads(line) for line in self.target.read_text().splitlines()]
 
+    def errors(self) -> list[str]:
+        """The errors in OUT."""
+        return [record["error"] for record in self.records() if "error" in record]
+
 
 @pytest.fixture
 def files(tmp_path: Path) -> Files:
@@ -47,7 +54,9 @@ def test_answers_come_as_they_finish_with_id_and_index(files: Files) -> None:
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr == "3 lines: 3 answered, 0 failed, 0 done before\n"
     assert [(record["id"], record["index"]) for record in files.records()] == [(None, 1), ("a", 0), (7, 2)]
-    assert files.records()[1] == {
+    record = files.records()[1]
+    assert len(record.pop("hash")) == 16
+    assert record == {
         "id": "a", "index": 0, "text": "Hello wörld!", "finish_reason": "stop",
         "num_prompt_tokens": 1, "num_output_tokens": 3, "token_ids": [0, 1, 2],
     }  # fmt: skip
@@ -90,7 +99,7 @@ def test_empty_lines_are_left_out_but_counted(files: Files) -> None:
     ("line", "error"),
     [
         ("{", "no JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
-        ("[" * 100_000, "no JSON: maximum recursion depth exceeded while decoding a JSON array from a unicode string"),
+        ("[" * 100_000, "no JSON: it is nested too deeply"),
         ("[1]", 'no JSON object: write it like {"prompt": "…"}'),
         ({"prompt": "p", "temprature": 1}, "unknown field 'temprature' (did you mean temperature?)"),
         ({"prompt": "p", "model": "m"}, "unknown field 'model'"),
@@ -106,6 +115,12 @@ def test_empty_lines_are_left_out_but_counted(files: Files) -> None:
         ({"prompt": "p", "top_k": 1.5}, "top_k is 1.5: it must be a whole number"),
         ({"prompt": "p", "top_p": 2}, "top_p is 2.0: it must be in [0, 1]"),
         ({"prompt": "p", "stop": "x"}, "stop is 'x': it must be a list"),
+        ('{"prompt": "p", "prompt": "q"}', "key 'prompt' comes twice: leave one out"),
+        ('{"prompt": "p", "logit_bias": {"3": 1, "3": 2}}', "key '3' comes twice: leave one out"),
+        (
+            {"prompt": "p", "logit_bias": [[3, 1], [3, 2]]},
+            "logit_bias is [[3, 1], [3, 2]]: id 3 comes twice: leave one out",
+        ),
     ],
 )
 def test_wrong_line_gets_an_error_and_others_go_on(files: Files, line: object, error: str) -> None:
@@ -117,6 +132,33 @@ def test_wrong_line_gets_an_error_and_others_go_on(files: Files, line: object, e
     assert first["error"] == error
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("temperature", 10**400, "it is too large for a number of 64 bits"),
+        ("top_k", 10**400, "it must lie in [-2^63, 2^63)"),
+        ("stop_token_ids", [2**63], "it must lie in [-2^63, 2^63)"),
+        ("logit_bias", {"3": -(10**400)}, "it is too large for a number of 64 bits"),
+    ],
+)
+def test_number_that_overflows_is_an_error_of_its_line_not_of_the_run(
+    files: Files, name: str, value: object, error: str
+) -> None:
+    files.write({"prompt": "p", name: value}, {"prompt": "q"})
+    assert files.run().exit_code == 3
+    first, second = files.records()
+    assert first["error"].startswith(f"{name} is ")
+    assert first["error"].endswith(f": {error}")
+    assert second["text"] == "Hello wörld!"
+
+
+def test_byte_order_mark_is_no_part_of_the_first_line(files: Files) -> None:
+    files.source.write_bytes(b'\xef\xbb\xbf{"prompt": "p"}\n')
+    llm = FakeLLM()
+    assert files.run(llm=llm).exit_code == 0
+    assert llm.asked[0][0] == "p"
+
+
 def test_line_that_is_no_utf8_gets_an_error(files: Files) -> None:
     files.source.write_bytes(b'{"prompt": "\xff"}\n{"prompt": "q"}\n')
     assert files.run().exit_code == 3
@@ -126,8 +168,9 @@ def test_line_that_is_no_utf8_gets_an_error(files: Files) -> None:
 def test_id_that_was_seen_before_gets_an_error_without_it(files: Files) -> None:
     files.write({"id": "a", "prompt": "p"}, {"id": "a", "prompt": "q"})
     assert files.run().exit_code == 3
-    assert files.records()[0] == {"id": None, "index": 1, "error": "id 'a' is also that of line 1"}
-    assert files.records()[1]["id"] == "a"
+    first, second = files.records()
+    assert (first["id"], first["index"], first["error"]) == (None, 1, "id 'a' is also that of line 1")
+    assert second["id"] == "a"
 
 
 def test_error_of_a_line_keeps_its_id(files: Files) -> None:
@@ -149,7 +192,7 @@ def test_lines_that_the_engine_refuses_or_fails_get_an_error(files: Files) -> No
 def test_last_line_that_the_engine_refuses_gets_an_error(files: Files) -> None:
     files.write({"messages": [{"role": "tool", "content": "x"}]})
     assert files.run().exit_code == 3
-    assert files.records() == [{"id": None, "index": 0, "error": "role tool is not known"}]
+    assert files.errors() == ["role tool is not known"]
 
 
 def test_second_run_asks_only_what_is_missing(files: Files) -> None:
@@ -158,8 +201,68 @@ def test_second_run_asks_only_what_is_missing(files: Files) -> None:
     files.write({"prompt": "p"}, {"prompt": "new"}, {"prompt": "r", "top_p": 2}, {"id": "b", "prompt": "q"})
     llm = FakeLLM()
     result = files.run(llm=llm)
-    assert (result.exit_code, result.stderr) == (0, "4 lines: 1 answered, 0 failed, 3 done before\n")
+    assert (result.exit_code, result.stderr) == (
+        3, "4 lines: 1 answered, 0 failed, 3 done before (1 of them failed)\n",
+    )  # fmt: skip
     assert [prompt for prompt, _ in llm.asked] == ["new"]
+
+
+def test_second_run_over_old_errors_alone_exits_3_like_the_first(files: Files) -> None:
+    files.write({"prompt": "p", "top_p": 2})
+    assert (files.run().exit_code, files.run().exit_code) == (3, 3)
+
+
+OLD = {"id": "a", "prompt": "p", "top_k": 3}
+
+
+@pytest.mark.parametrize(
+    ("new", "args"),
+    [
+        ({**OLD, "prompt": "q"}, ()),
+        ({"id": "a", "messages": [{"role": "user", "content": "p"}], "top_k": 3}, ()),
+        ({**OLD, "top_k": 4}, ()),
+        ({**OLD, "seed": 0}, ()),
+        ({**OLD, "top_k": -1}, ()),
+        (OLD, ("--temperature", "0.5")),
+        (OLD, ("--seed", "1")),
+    ],
+)
+def test_changed_line_is_refused_not_taken_for_answered(files: Files, new: object, args: tuple[str, ...]) -> None:
+    files.write(OLD)
+    files.run()
+    with files.target.open("ab") as target:
+        target.write(b'{"id": null, "ind')  # torn: not even that is mended
+    before = files.target.read_bytes()
+    files.write(new)
+    llm = FakeLLM()
+    result = files.run(*args, llm=llm)
+    assert (result.exit_code, llm.configs, files.target.read_bytes()) == (2, [], before)
+    assert "the line of id 'a' has changed since an earlier run dealt with it" in result.stderr
+    assert "name another --output, go back to the old input and settings" in result.stderr
+
+
+def test_changed_line_without_id_is_refused_with_its_index(files: Files) -> None:
+    files.write({"prompt": "p"}, {"prompt": "q"})
+    files.run()
+    files.write({"prompt": "p"}, {"prompt": "r"})
+    result = files.run()
+    assert (result.exit_code, "the line of index 1 has changed" in result.stderr) == (2, True)
+
+
+def test_line_with_an_error_that_was_mended_is_refused_until_its_record_is_deleted(files: Files) -> None:
+    files.write({"prompt": "p", "top_p": 2})
+    files.run()
+    files.write({"prompt": "p", "top_p": 1})
+    assert files.run().exit_code == 2
+    files.target.write_bytes(b"")
+    assert (files.run().exit_code, files.errors()) == (0, [])
+
+
+def test_line_that_shared_an_id_and_lost_it_is_not_taken_for_dealt_with(files: Files) -> None:
+    files.write({"id": "a", "prompt": "p"}, {"id": "a", "prompt": "q"})
+    files.run()
+    files.write({"id": "a", "prompt": "p"}, {"prompt": "q"})
+    assert files.run().exit_code == 2
 
 
 def test_run_with_nothing_to_do_loads_no_model(files: Files) -> None:
@@ -190,7 +293,7 @@ def test_last_line_without_its_newline_is_kept(files: Files) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"my thesis\n", b"my thesis", b'{"id": 1}\n', b"[1]\n", b'{"id": null, "index": "0"}\n']
+    "data", [b"my thesis\n", b"my thesis", b'{"id": 1}\n', b"[1]\n", b'{"id": null, "index": "0", "hash": ""}\n']
 )
 def test_output_that_holds_something_else_is_refused_unchanged(files: Files, data: bytes) -> None:
     files.write({"prompt": "p"})
@@ -199,6 +302,15 @@ def test_output_that_holds_something_else_is_refused_unchanged(files: Files, dat
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "is no answer of this program: name another file" in result.stderr
     assert files.target.read_bytes() == data
+
+
+@pytest.mark.parametrize("line_id", ["[1]", "{}", "1.5", "true"])
+def test_record_with_an_odd_id_is_refused_without_type_error(files: Files, line_id: str) -> None:
+    files.write({"prompt": "p"})
+    files.target.write_text(f'{{"id": {line_id}, "index": 0, "hash": ""}}\n')
+    result = files.run()
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "line 1 is no answer of this program" in result.stderr
 
 
 def test_output_that_another_run_writes_is_refused(files: Files) -> None:
@@ -229,6 +341,54 @@ def test_stdin_and_stdout_may_be_used() -> None:
     args = ("generate", "m", "--jsonl", "-", "--output", "-")
     result = run_ambidex(*args, stdin='{"prompt": "p"}\n')
     assert (result.exit_code, json.loads(result.stdout)["text"]) == (0, "Hello wörld!")
+
+
+def test_output_that_is_an_endless_device_is_written_and_never_read(files: Files) -> None:
+    files.write({"prompt": "p"})
+    files.target = Path("/dev/full")
+    result = files.run()
+    assert (result.exit_code, result.stderr) == (
+        1, "error: --output /dev/full cannot be written: No space left on device: "
+        "mend that and run the same command again\n",
+    )  # fmt: skip
+
+
+def test_output_that_is_a_pipe_is_written_without_being_taken_up(files: Files) -> None:
+    files.write({"prompt": "p"})
+    os.mkfifo(files.target)
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(files.target.read_bytes()))
+    reader.start()
+    result = files.run()
+    reader.join()
+    assert (result.exit_code, json.loads(read[0])["text"]) == (0, "Hello wörld!")
+
+
+def test_output_that_is_a_folder_is_refused_with_the_reason(files: Files) -> None:
+    files.write({"prompt": "p"})
+    files.target = files.target.parent
+    result = files.run()
+    assert (result.exit_code, result.stderr) == (
+        2, f"error: --output {files.target} cannot be written: Is a directory\n",
+    )  # fmt: skip
+
+
+def test_full_disk_names_the_output_and_the_next_run_goes_on(files: Files) -> None:
+    """A limit on the size of files stands for the disk; it tears the second answer."""
+    files.write({"prompt": "p"}, {"prompt": "q"})
+    files.run()
+    answers = files.target.read_bytes()
+    files.target.unlink()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(answers) - 10, limits[1]))
+    try:
+        result = files.run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (result.exit_code, files.target.read_bytes()) == (1, answers[:-10])
+    assert result.stderr.startswith(f"error: --output {files.target} cannot be written: File too large")
+    assert files.run().stderr == "2 lines: 1 answered, 0 failed, 1 done before\n"
+    assert files.target.read_bytes() == answers
 
 
 def test_ctrl_c_keeps_the_answers_and_says_how_to_go_on(files: Files) -> None:

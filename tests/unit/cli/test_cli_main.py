@@ -159,6 +159,25 @@ def test_full_disk_under_stdout_is_one_line_and_exit_1() -> None:
     assert result.stderr.count(b"\n") == 1
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "args", [("generate", "m", "p"), ("generate", "m", "--jsonl", "-", "--output", "-"), ("models",)]
+)
+def test_verb_with_a_full_disk_under_stdout_names_it_in_one_line(args: tuple[str, ...], unbuffered: str) -> None:
+    code = (
+        "import sys; from ambidex.cli.main import AmbidexCommand; from ambidex.cli.services import Services;"
+        "from fake_llm import FakeLLM; AmbidexCommand().main(sys.argv[1:], obj=Services(make_llm=FakeLLM().make))"
+    )
+    with Path("/dev/full").open("wb") as full:
+        result = subprocess.run(
+            [sys.executable, "-c", code, *args], stdout=full, stderr=subprocess.PIPE, input=b'{"prompt": "p"}',
+            env={**CHILD_ENV, "PYTHONUNBUFFERED": unbuffered}, check=False, timeout=120,
+        )  # fmt: skip
+    assert result.returncode == 1
+    assert result.stderr.startswith(b"error: standard output cannot be written: No space left on device")
+    assert result.stderr.count(b"\n") == 1
+
+
 def test_help_does_not_wait_for_torch() -> None:
     code = f"import sys\ntry:\n    {RUN}\nexcept SystemExit:\n    print('torch' in sys.modules)"
     result = subprocess.run(

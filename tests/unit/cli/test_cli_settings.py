@@ -116,18 +116,60 @@ def test_switch_can_be_turned_off_again_by_its_flag() -> None:
         (("--block-size", "6.5"), {}, "--block-size is '6.5': it must be a whole number"),
         ((), {"AMBIDEX_BLOCK_SIZE": "x"}, "AMBIDEX_BLOCK_SIZE is 'x': it must be a whole number"),
         (("--block-size", "0"), {}, "--block-size is 0: it must be at least 1"),
-        (("--gpu-memory", "8 apples"), {}, "--gpu-memory is '8 apples': write it like 8GiB, 512MiB or 2GB"),
+        (("--gpu-memory", "8 apples"), {},
+         "--gpu-memory is '8 apples': write it like 8GiB, 512MiB or 2GB, at most 2^63 - 1 bytes"),
         (("--device", "tpu"), {}, "--device is 'tpu': it must be one of auto, cpu, cuda"),
         (("--temperature", "hot"), {}, "--temperature is 'hot': it must be a number"),
         (("--temperature", "nan"), {}, "temperature is nan: it must be finite"),
         (("--top-p", "2"), {}, "top_p is 2.0: it must be in [0, 1]"),
         (("--logit-bias", "3"), {}, "--logit-bias is '3': write it like 42=-100 (token id = bias)"),
-        ((), {"AMBIDEX_STOP": "a"}, 'AMBIDEX_STOP must hold a JSON array, such as ["a", "b"]'),
-        ((), {"AMBIDEX_STOP": "3"}, 'AMBIDEX_STOP must hold a JSON array, such as ["a", "b"]'),
+        ((), {"AMBIDEX_STOP": "a"},
+         'AMBIDEX_STOP must hold a JSON array, such as ["a", "b"]: no JSON: Expecting value: line 1 column 1 (char 0)'),
+        ((), {"AMBIDEX_STOP": "3"}, 'AMBIDEX_STOP must hold a JSON array, such as ["a", "b"]: it must be a list'),
         ((), {"AMBIDEX_STOP": "[3]"}, "AMBIDEX_STOP is 3: it must be a text"),
     ],
-)
+)  # fmt: skip
 def test_wrong_value_is_refused_with_where_it_came_from(args: tuple[str, ...], env: dict[str, str], line: str) -> None:
+    assert refuse(*args, env=env) == line
+
+
+def test_variable_nested_too_deeply_is_refused_without_recursion_error() -> None:
+    assert refuse(env={"AMBIDEX_STOP": "[" * 30_000}).endswith("no JSON: it is nested too deeply")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("top_k", "9" * 19), ("top_k", "-" + "9" * 19), ("stop_token_ids", f"[{10**400}]"), ("seed", str(10**400))],
+)
+def test_whole_number_too_large_for_a_long_is_refused_before_it_overflows(name: str, text: str) -> None:
+    error = refuse(env={f"AMBIDEX_{name.upper()}": text})
+    assert error.startswith(f"AMBIDEX_{name.upper()} is ")
+    assert error.endswith(": it must lie in [-2^63, 2^63)")
+    assert len(error) < 200
+
+
+def test_bias_too_large_for_a_float_in_a_variable_is_refused_without_overflow_error() -> None:
+    error = refuse(env={"AMBIDEX_LOGIT_BIAS": f"[[3, {10**400}]]"})
+    assert error.startswith("AMBIDEX_LOGIT_BIAS is [3, 1000")
+    assert error.endswith("…: it is too large for a number of 64 bits")
+
+
+def test_size_too_large_for_a_float_is_refused_without_overflow_error() -> None:
+    assert refuse("--gpu-memory", "9" * 400 + "GiB").endswith("at most 2^63 - 1 bytes")
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "line"),
+    [
+        (("--logit-bias", "3=1", "--logit-bias", "3=2"), {}, "--logit-bias: id 3 comes twice: leave one out"),
+        ((), {"AMBIDEX_LOGIT_BIAS": '{"3": 1, "03": 2}'}, "AMBIDEX_LOGIT_BIAS: id 3 comes twice: leave one out"),
+        ((), {"AMBIDEX_LOGIT_BIAS": '{"3": 1, "3": 2}'},
+         """AMBIDEX_LOGIT_BIAS must hold a JSON array, such as ["a", "b"]: key '3' comes twice: leave one out"""),
+    ],
+)  # fmt: skip
+def test_id_with_two_biases_is_refused_not_taken_from_the_last(
+    args: tuple[str, ...], env: dict[str, str], line: str
+) -> None:
     assert refuse(*args, env=env) == line
 
 
