@@ -10,7 +10,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ambidex.core.config import EngineConfig
-from ambidex.core.errors import AmbidexError, CallerError, MachineError, RequestFailedError
+from ambidex.core.errors import (
+    AmbidexError,
+    CallerError,
+    ConfigError,
+    MachineError,
+    ModelError,
+    RequestError,
+    RequestFailedError,
+)
 from ambidex.core.request import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
@@ -23,9 +31,12 @@ __all__ = [
     "AmbidexError",
     "AsyncLLM",
     "CallerError",
+    "ConfigError",
     "EngineConfig",
     "FinishReason",
     "MachineError",
+    "ModelError",
+    "RequestError",
     "RequestFailedError",
     "RequestOutput",
     "SamplingParams",

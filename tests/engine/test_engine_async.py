@@ -24,6 +24,16 @@ async def last(llm: AsyncLLM, prompt: str, params: SamplingParams = GREEDY) -> R
     return [output async for output in llm.generate(prompt, params)][-1]
 
 
+def test_async_with_closes_the_engine(folder: Path) -> None:
+    async def main() -> AsyncLLM:
+        async with AsyncLLM(str(folder)) as llm:
+            await last(llm, "hello")
+        return llm
+
+    with pytest.raises(InternalError, match="closed"):
+        asyncio.run(last(asyncio.run(main()), "hello"))
+
+
 def test_tasks_side_by_side_get_what_they_get_alone(folder: Path) -> None:
     prompts = ["hello", "a longer prompt than that", "x"]
     with LLM(str(folder)) as offline:

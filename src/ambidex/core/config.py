@@ -2,6 +2,8 @@
 these fields (`help`, `unit` and `kind` of each field's metadata)."""
 
 import dataclasses
+import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
@@ -87,7 +89,8 @@ class EngineConfig:
         unit="bytes",
     )  # fmt: skip
     kv_gpu_tokens: int | None = _setting(
-        None, SettingKind.INT, "tokens of KV on the accelerator tier, in whole blocks; default: what gpu-memory leaves",
+        None, SettingKind.INT,
+        "tokens of KV on the accelerator tier, rounded up to blocks; default: what gpu-memory leaves",
         unit="tokens", low=0,
     )  # fmt: skip
     dram_memory: int | None = _setting(
@@ -115,6 +118,24 @@ class EngineConfig:
         high=4096,
     )
     seed: int = _setting(0, SettingKind.INT, "seed of dummy weights and of requests without a seed of their own", low=0)
+
+    @classmethod
+    def of(cls, model: "str | EngineConfig", settings: Mapping[str, Any]) -> "EngineConfig":
+        """A configuration as it is, or a model's name with settings of the fields' names.
+
+        Raises:
+            ConfigError: a setting is unknown, wrong, or given beside a whole configuration.
+        """
+        known = [item.name for item in dataclasses.fields(cls)]
+        for name in settings:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                raise ConfigError(f"setting {name!r} is unknown{f': did you mean {near[0]}?' if near else ''}")
+        if not isinstance(model, EngineConfig):
+            return cls(model=model, **settings)
+        if settings:
+            raise ConfigError(f"settings ({', '.join(settings)}) beside an EngineConfig: put them into it")
+        return model
 
     def __post_init__(self) -> None:
         for name, choices in (("device", DeviceKind), ("dtype", DTypeChoice), ("load_format", LoadFormat)):

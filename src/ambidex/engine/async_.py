@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 from ambidex.core.config import EngineConfig
@@ -40,7 +41,7 @@ class AsyncLLM:
     def __init__(
         self, model: str | EngineConfig, *, progress: Callable[[int, int], None] | None = None, **settings: Any
     ) -> None:
-        config = model if isinstance(model, EngineConfig) else EngineConfig(model=model, **settings)
+        config = EngineConfig.of(model, settings)
         self._engine: Engine = build_engine(config, progress=progress)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._readers: dict[RequestId, _Reader] = {}
@@ -74,6 +75,14 @@ class AsyncLLM:
         """End all requests and the engine's thread."""
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
 
     async def _ask(self, add: Callable[[], RequestId]) -> AsyncIterator[RequestOutput]:
         reader = _Reader(asyncio.get_running_loop(), asyncio.Queue(), threading.Event())

@@ -127,8 +127,9 @@ def _gpu_blocks(config: EngineConfig, kv: KVSpec, left: int, default_blocks: int
     asked = kv.num_blocks(config.kv_gpu_tokens)
     if config.gpu_memory is None and asked > fitting:
         raise ConfigError(
-            f"--kv-gpu-tokens {config.kv_gpu_tokens} needs {format_size(asked * kv.bytes_per_block)}: "
-            f"{format_size(max(0, left))} are left on the accelerator tier"
+            f"--kv-gpu-tokens {config.kv_gpu_tokens} needs {format_size(asked * kv.bytes_per_block)}: of the default "
+            f"budget, a share of the memory that is free now, weights and workspace leave {format_size(max(0, left))}: "
+            f"lower it, or name a budget with --gpu-memory"
         )
     return asked if asked <= fitting else -1
 

@@ -33,7 +33,7 @@ class LLM:
     def __init__(
         self, model: str | EngineConfig, *, progress: Callable[[int, int], None] | None = None, **settings: Any
     ) -> None:
-        config = model if isinstance(model, EngineConfig) else EngineConfig(model=model, **settings)
+        config = EngineConfig.of(model, settings)
         self.config = config
         self._engine: Engine = build_engine(config, progress=progress)
         self._inboxes: dict[RequestId, list[RequestOutput]] = {}

@@ -78,3 +78,8 @@ def test_config_value_of_a_wrong_kind_is_refused(changes: dict[str, object], mes
 def test_config_takes_sizes_and_choices_as_text() -> None:
     config = EngineConfig(model="m", gpu_memory="1GiB", dtype="fp32")  # type: ignore[arg-type]
     assert (config.gpu_memory, config.dtype.value) == (1 << 30, "fp32")
+
+
+def test_unknown_setting_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match="'kv_gpu_token' is unknown: did you mean kv_gpu_tokens"):
+        EngineConfig.of("m", {"kv_gpu_token": 3})
