@@ -141,6 +141,8 @@ class Ambidex:
         answer = Generation(time.perf_counter())
         before: dict[str, int] = {}
         for output in self._llm.stream(list(token_ids), params):
+            if len(output.token_ids) == len(answer.token_ids):  # a chunk of the prompt
+                continue
             answer.moments.append(time.perf_counter())
             answer.token_ids = list(output.token_ids)
             if len(answer.moments) == 1:
