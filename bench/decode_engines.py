@@ -134,7 +134,10 @@ class Ambidex:
         )
 
     def about(self) -> dict[str, object]:
-        return {"report": self._llm.report.as_json()}
+        # A record names the model's file, not where it lay on one machine.
+        rows = [{key: Path(text).name if key == "value" and "/" in text else text for key, text in row.items()}
+                for row in self._llm.report.as_json()]  # fmt: skip
+        return {"report": rows}
 
     def generate(self, token_ids: Sequence[int], num_tokens: int) -> Generation:
         params = ambidex.SamplingParams(max_output_tokens=num_tokens, temperature=0.0, ignore_eos=True)
