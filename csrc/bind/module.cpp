@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "bind/attention.h"
 #include "core/check.h"
 #include "ops/merge.h"
 #include "simd/isa.h"
@@ -92,4 +93,5 @@ NB_MODULE(_native, m) {
   m.def("merge_states", &ambidex::bind_merge_states, "out_a"_a.noconvert(), "lse_a"_a.noconvert(),
         "out_b"_a.noconvert(), "lse_b"_a.noconvert(), "out"_a.noconvert(), "lse"_a.noconvert(), nb::kw_only(),
         "isa"_a = nb::none());
+  ambidex::bind_attention(m);
 }

@@ -3,12 +3,49 @@
 #include <iterator>
 #include <string>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "core/check.h"
 
 namespace ambidex {
 namespace {
 
-constexpr Isa kAll[] = {Isa::kGeneric, Isa::kAvx2, Isa::kAvx512};
+constexpr Isa kAll[] = {Isa::kGeneric, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16, Isa::kAmx};
+
+#if defined(__x86_64__)
+
+// Not every compiler's __builtin_cpu_supports knows these names.
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c >> 29 & 1u) != 0;
+}
+
+// amx-tile, amx-bf16, amx-int8
+bool has_amx() {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d >> 24 & 1u) != 0 && (d >> 22 & 1u) != 0 &&
+         (d >> 25 & 1u) != 0;
+}
+
+// Linux gives a process the 8 KiB of tile registers only when asked; threads inherit the permission.
+bool may_use_tiles() {
+#if defined(__linux__)
+  constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr int kTileData = 18;               // XFEATURE_XTILEDATA
+  static const bool is_granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return is_granted;
+#else
+  return false;
+#endif
+}
+
+#endif
 
 // NOTE: asks for exactly the extensions that CMakeLists.txt compiles that set with.
 bool runs_here(Isa isa) {
@@ -18,10 +55,14 @@ bool runs_here(Isa isa) {
     case Isa::kGeneric:
       return true;
     case Isa::kAvx2:
-      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     case Isa::kAvx512:
       return runs_here(Isa::kAvx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    case Isa::kAvx512Bf16:
+      return runs_here(Isa::kAvx512) && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    case Isa::kAmx:
+      return runs_here(Isa::kAvx512Bf16) && has_amx() && may_use_tiles();
   }
   return false;
 #else
@@ -45,6 +86,10 @@ std::string_view name_of(Isa isa) {
       return "avx2";
     case Isa::kAvx512:
       return "avx512";
+    case Isa::kAvx512Bf16:
+      return "avx512bf16";
+    case Isa::kAmx:
+      return "amx";
   }
   return "";
 }

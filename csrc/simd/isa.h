@@ -6,7 +6,7 @@
 
 namespace ambidex {
 
-enum class Isa { kGeneric, kAvx2, kAvx512 };  // slowest first
+enum class Isa { kGeneric, kAvx2, kAvx512, kAvx512Bf16, kAmx };  // slowest first
 
 std::string_view name_of(Isa isa);
 

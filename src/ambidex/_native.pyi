@@ -31,3 +31,77 @@ def merge_states(
         ValueError: shapes differ, arrays overlap in part, or `isa` does not run here.
     Cost: moves 3 * R * D floats in the calling thread, with the GIL released; allocates nothing.
     """
+
+def exp2(x: npt.NDArray[np.float32], y: npt.NDArray[np.float32], *, isa: str | None = None) -> None:
+    """2^x of each number, as the attention kernels compute it, for tests: x [n], y [n]."""
+
+class KeyBatch:
+    """Which keys each request of a step sees: see `ambidex.kernels.cpu.native.KeyBatch`.
+
+    Raises:
+        TypeError: an array is not int64, not contiguous or has not one axis.
+        ValueError: the numbers do not fit each other.
+    """
+
+    def __init__(
+        self,
+        block_ids: npt.NDArray[np.int64],
+        block_offsets: npt.NDArray[np.int64],
+        first_key: npt.NDArray[np.int64],
+        num_keys: npt.NDArray[np.int64],
+        row_offsets: npt.NDArray[np.int64],
+        *,
+        block_size: int,
+    ) -> None: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+
+class AttentionPool:
+    """Threads and scratch memory for attention over tiled pools: see `ambidex.kernels.cpu.native.AttentionPool`.
+
+    Pools, q and rows are arrays of any numbers of the right size; `number` and `q_number` (fp32, bf16, fp16, int8) say
+    what they are.
+
+    Raises:
+        TypeError: an array is not contiguous, read-only where written, or has another number of axes.
+        ValueError: sizes do not fit each other.
+    """
+
+    def __init__(self, *, num_threads: int, spin_us: int) -> None: ...
+    @property
+    def num_threads(self) -> int: ...
+    @property
+    def num_pin_failures(self) -> int: ...
+    def attend_blocks(
+        self,
+        q: npt.NDArray[np.generic],
+        q_number: str,
+        k: npt.NDArray[np.generic],
+        v: npt.NDArray[np.generic],
+        number: str,
+        k_scales: npt.NDArray[np.generic] | None,
+        v_scales: npt.NDArray[np.generic] | None,
+        batch: KeyBatch,
+        scale: float,
+        out: npt.NDArray[np.float32],
+        lse: npt.NDArray[np.float32],
+        *,
+        isa: str | None = None,
+    ) -> None: ...
+    def store_rows(
+        self, part: str, pool: npt.NDArray[np.generic], slots: npt.NDArray[np.int64], rows: npt.NDArray[np.generic]
+    ) -> None: ...
+    def pack_blocks(
+        self, part: str, pool: npt.NDArray[np.generic], block_ids: npt.NDArray[np.int64], rows: npt.NDArray[np.generic]
+    ) -> None: ...
+    def gather_rows(
+        self,
+        part: str,
+        pool: npt.NDArray[np.generic],
+        block_ids: npt.NDArray[np.int64],
+        first_key: int,
+        rows: npt.NDArray[np.generic],
+    ) -> None: ...
+    def read(self, bytes: npt.NDArray[np.uint8], *, isa: str | None = None) -> int: ...

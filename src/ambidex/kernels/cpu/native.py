@@ -1,5 +1,10 @@
 """The door to the compiled module `ambidex._native`: hands tensors over as arrays, without a copy."""
 
+from collections.abc import Mapping
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,9 +19,17 @@ except ImportError as error:
 else:
     _import_error = None
 
+NUMBER_NAMES: Final[Mapping[torch.dtype, str]] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int8: "int8",
+}
+"""Dtypes of a tiled pool; int8 goes with scales."""
+
 
 def isa() -> str:
-    """The instruction set that native ops use on this machine: `generic`, `avx2` or `avx512`.
+    """The instruction set that native ops use on this machine, one of `available_isas()`.
 
     Raises:
         NativeModuleError: the compiled module is missing or does not load.
@@ -26,7 +39,7 @@ def isa() -> str:
 
 
 def available_isas() -> tuple[str, ...]:
-    """The instruction sets that this machine runs, slowest first.
+    """The instruction sets that this machine runs, slowest first: of `generic`, `avx2`, `avx512`, `avx512bf16`, `amx`.
 
     Raises:
         NativeModuleError: the compiled module is missing or does not load.
@@ -67,6 +80,210 @@ def merge_states(
         isa=isa,
     )
     return out, lse
+
+
+def padded_dim(head_dim: int) -> int:
+    """Numbers a row takes in a tiled pool: head_dim, padded with zeros to a multiple of 32."""
+    return -(-head_dim // 32) * 32
+
+
+class KeyBatch:
+    """Which keys of a tiled pool each request of a step sees; built once for all layers with one window.
+
+    Args (int64 in CPU memory, all but the last):
+        block_ids: [n], the blocks of all requests one after the other, each request's in ascending position.
+        block_offsets: [R + 1], request r has block_ids[block_offsets[r] : block_offsets[r + 1]].
+        first_key, num_keys: [R], visible are rows first_key … first_key + num_keys − 1 of the request's blocks, side
+            by side; num_keys may be 0.
+        row_offsets: [R + 1], request r has the queries row_offsets[r] … row_offsets[r + 1] − 1; each sees all its keys.
+        block_size: tokens of a block.
+    Raises:
+        NativeModuleError: the compiled module is missing or does not load.
+        ShapeError: the numbers do not fit each other.
+    Cost: copies and checks everything, about 1 µs a thousand blocks.
+    """
+
+    def __init__(
+        self,
+        block_ids: Tensor,
+        block_offsets: Tensor,
+        first_key: Tensor,
+        num_keys: Tensor,
+        row_offsets: Tensor,
+        *,
+        block_size: int,
+    ) -> None:
+        _check_loaded()
+        arrays = [t.numpy() for t in (block_ids, block_offsets, first_key, num_keys, row_offsets)]
+        try:
+            self.native = _native.KeyBatch(*arrays, block_size=block_size)
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"key batch: {error}") from error
+        self.num_rows = int(row_offsets[-1])
+
+
+class AttentionPool:
+    """Threads and scratch memory for attention over tiled pools (docs/kv_layout.md, "Tile order").
+
+    A tiled pool is K or V of one layer: [Hkv, N, P, padded_dim] in CPU memory, contiguous, N blocks of P tokens (a
+    multiple of 16), the numbers of a block in tile order. Rows that were never stored may hold anything.
+
+    Args:
+        num_threads: threads that a call uses, the caller's included. The others are pinned, each to a processor of its
+            own out of those this process may use, if there are as many.
+        spin_us: how long a thread looks for new work before it sleeps; waking it costs 10 to 50 µs.
+    Raises:
+        NativeModuleError: the compiled module is missing or does not load.
+        ValueError: no threads are asked for.
+    """
+
+    def __init__(self, num_threads: int, *, spin_us: int = 50) -> None:
+        _check_loaded()
+        self._native = _native.AttentionPool(num_threads=num_threads, spin_us=spin_us)
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that a call uses, the caller's included."""
+        return self._native.num_threads
+
+    @property
+    def num_pin_failures(self) -> int:
+        """Threads that the operating system did not pin: they run, but may be moved and share a processor."""
+        return self._native.num_pin_failures
+
+    def attend_blocks(
+        self,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        batch: KeyBatch,
+        *,
+        scale: float,
+        k_scales: Tensor | None = None,
+        v_scales: Tensor | None = None,
+        isa: str | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Partial attention of a ragged batch over blocks of one layer, where they lie.
+
+        Query head h reads KV head h // (Hq / Hkv). Each visible K and V row is read once for all query heads of its
+        group and all queries of its request.
+
+        Args:
+            q: [T, Hq, D] fp32, bf16 or fp16 in CPU memory, contiguous; T is the batch's. bf16 dot products round fp32.
+            k_pool, v_pool: tiled, of one dtype out of `NUMBER_NAMES`.
+            scale: factor of q·k, positive.
+            k_scales, v_scales: [Hkv, N, P] fp32, with int8 pools only: row = scale · integers.
+            isa: one of `available_isas()`, for tests; None for the fastest.
+        Returns:
+            `out` [T, Hq, D] fp32 and `lse` [T, Hq] fp32, natural log; 0 and −inf where a request sees no key.
+        Raises:
+            ShapeError: tensors do not fit each other or the batch.
+        Cost: reads the visible K and V rows once with all threads, the GIL released. Calls do not overlap.
+        """
+        out = torch.empty(q.shape, dtype=torch.float32)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32)
+        try:
+            self._native.attend_blocks(
+                _array(q),
+                _number(q),
+                _array(k_pool),
+                _array(v_pool),
+                _number(k_pool),
+                None if k_scales is None else _array(k_scales),
+                None if v_scales is None else _array(v_scales),
+                batch.native,
+                scale,
+                out.numpy(),
+                lse.numpy(),
+                isa=isa,
+            )
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"attend_blocks: {error}") from error
+        return out, lse
+
+    def store_rows(self, part: Literal["k", "v"], pool: Tensor, slots: Tensor, rows: Tensor) -> None:
+        """Write K or V of new tokens into one layer of a tiled pool, in place.
+
+        Args:
+            pool: tiled; slots: [T] int64, block_id · P + offset, no two alike; rows: [T, Hkv, D] in the pool's dtype.
+        Raises:
+            ShapeError: tensors do not fit each other.
+        Cost: about a cache miss a K number pair; whole blocks are cheaper by `pack_blocks`.
+        """
+        self._copy("store_rows", part, pool, slots.numpy(), rows)
+
+    def pack_blocks(self, part: Literal["k", "v"], pool: Tensor, block_ids: Tensor, rows: Tensor) -> None:
+        """Fill whole blocks of one layer of a tiled pool.
+
+        Args:
+            pool: tiled; block_ids: [n] int64; rows: [Hkv, n · P, D] in the pool's dtype.
+        Raises:
+            ShapeError: tensors do not fit each other.
+        """
+        self._copy("pack_blocks", part, pool, block_ids.numpy(), rows)
+
+    def gather_rows(
+        self,
+        part: Literal["k", "v"],
+        pool: Tensor,
+        block_ids: Tensor,
+        *,
+        first_key: int,
+        num_keys: int,
+        head_dim: int,
+    ) -> Tensor:
+        """Rows first_key … first_key + num_keys − 1 of blocks of one layer, side by side.
+
+        Args:
+            pool: tiled; block_ids: [n] int64.
+        Returns:
+            [Hkv, num_keys, head_dim] in the pool's dtype.
+        Raises:
+            ShapeError: the rows do not lie in the blocks, or the blocks not in the pool.
+        Cost: copies the rows.
+        """
+        rows = torch.empty((pool.shape[0], num_keys, head_dim), dtype=pool.dtype)
+        try:
+            self._native.gather_rows(part, _array(pool), block_ids.numpy(), first_key, _array(rows))
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"gather_rows: {error}") from error
+        return rows
+
+    def read(self, buffer: Tensor) -> int:
+        """Read a contiguous uint8 tensor with all threads: the measure for everything above.
+
+        Returns:
+            A sum that depends on every byte.
+        """
+        return self._native.read(buffer.numpy())
+
+    def _copy(self, op: str, part: str, pool: Tensor, places: npt.NDArray[np.int64], rows: Tensor) -> None:
+        if pool.dtype != rows.dtype:
+            raise ShapeError(f"{op}: rows are {rows.dtype}, the pool is {pool.dtype}")
+        try:
+            getattr(self._native, op)(part, _array(pool), places, _array(rows))
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"{op}: {error}") from error
+
+
+def _number(tensor: Tensor) -> str:
+    """The native name of a tensor's dtype.
+
+    Raises:
+        ShapeError: native attention has no form for it.
+    """
+    name = NUMBER_NAMES.get(tensor.dtype)
+    if name is None:
+        raise ShapeError(f"expected one of {', '.join(map(str, NUMBER_NAMES))}, got {tensor.dtype}")
+    return name
+
+
+def _array(tensor: Tensor) -> npt.NDArray[np.generic]:
+    """The tensor's memory as an array; 16-bit floats as integers, since numpy has no bf16."""
+    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ShapeError(f"expected a contiguous tensor on cpu, got strides {tensor.stride()} on {tensor.device}")
+    array: npt.NDArray[np.generic] = (tensor.view(torch.int16) if tensor.itemsize == 2 else tensor).detach().numpy()
+    return array
 
 
 def _check_loaded() -> None:

@@ -1,0 +1,217 @@
+// ambidex._native, attention over tiled pools: typed arrays in, checks, GIL released around each op. No arithmetic here.
+#include "ops/attention.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string_view.h>
+
+#include <cmath>
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+#include "bind/attention.h"
+#include "core/check.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace ambidex {
+namespace {
+
+// Elements of a pool are plain bytes here (numpy has no bf16): what they are says a name.
+template <std::size_t kDims>
+using ConstBytes = nb::ndarray<nb::ro, nb::ndim<kDims>, nb::c_contig, nb::device::cpu>;
+template <std::size_t kDims>
+using Bytes = nb::ndarray<nb::ndim<kDims>, nb::c_contig, nb::device::cpu>;
+template <class Scalar, std::size_t kDims>
+using Array = nb::ndarray<Scalar, nb::ndim<kDims>, nb::c_contig, nb::device::cpu>;
+using Ids = Array<const std::int64_t, 1>;
+using Scales = Array<const float, 3>;
+
+Number find_number(std::string_view name) {
+  if (name == "fp32") return Number::kFp32;
+  if (name == "bf16") return Number::kBf16;
+  if (name == "fp16") return Number::kFp16;
+  AMBIDEX_CHECK(name == "int8", "number: expected fp32, bf16, fp16 or int8, got \"", name, "\"");
+  return Number::kInt8;
+}
+
+std::size_t size_of(Number number) { return number == Number::kFp32 ? 4 : number == Number::kInt8 ? 1 : 2; }
+
+KVPart find_part(std::string_view name) {
+  AMBIDEX_CHECK(name == "k" || name == "v", "part: expected k or v, got \"", name, "\"");
+  return name == "k" ? KVPart::kK : KVPart::kV;
+}
+
+template <class A>
+void check_itemsize(const char* name, const A& array, std::size_t size) {
+  AMBIDEX_CHECK(array.itemsize() == size, name, ": expected numbers of ", size, " bytes, got ", array.itemsize());
+}
+
+template <class A>
+void check_size(const char* name, const char* axis, const A& array, std::size_t dim, std::size_t size) {
+  AMBIDEX_CHECK(array.shape(dim) == size, name, ": expected ", size, " for ", axis, " (axis ", dim, "), got ",
+                array.shape(dim));
+}
+
+std::size_t padded(std::size_t head_dim) { return (head_dim + 31) / 32 * 32; }
+
+template <class A>
+TiledPart describe(std::string_view part, const A& records, std::size_t head_dim) {
+  const TiledPart described{find_part(part), make_tiles(records.itemsize(), records.shape(2), records.shape(3)),
+                            records.shape(0), records.shape(1), head_dim};
+  check_size("pool", "head_dim, padded to a multiple of 32", records, 3, padded(head_dim));
+  return described;
+}
+
+void check_ids(const char* name, const Ids& ids, std::size_t limit) {
+  for (std::size_t i = 0; i < ids.shape(0); ++i) {
+    const std::int64_t id = ids.data()[i];
+    AMBIDEX_CHECK(id >= 0 && static_cast<std::size_t>(id) < limit, name, ": expected 0 to ", limit, " (not included), got ",
+                  id);
+  }
+}
+
+void make_key_batch(KeyBatch* self, const Ids& block_ids, const Ids& block_offsets, const Ids& first_key,
+                    const Ids& num_keys, const Ids& row_offsets, std::size_t block_size) {
+  const std::size_t num_requests = first_key.shape(0);
+  check_size("num_keys", "R", num_keys, 0, num_requests);
+  check_size("block_offsets", "R + 1", block_offsets, 0, num_requests + 1);
+  check_size("row_offsets", "R + 1", row_offsets, 0, num_requests + 1);
+  AMBIDEX_CHECK(block_size >= 1, "block_size: expected at least 1, got 0");
+  new (self) KeyBatch(block_ids.data(), block_ids.shape(0), block_offsets.data(), first_key.data(), num_keys.data(),
+                      row_offsets.data(), num_requests, block_size);
+}
+
+const float* scales_of(const char* name, const std::optional<Scales>& scales, const ConstBytes<4>& records,
+                       bool is_int8) {
+  AMBIDEX_CHECK(scales.has_value() == is_int8, name, ": scales go with int8 and with nothing else");
+  if (!is_int8) return nullptr;
+  for (std::size_t axis = 0; axis < 3; ++axis) check_size(name, "Hkv N P", *scales, axis, records.shape(axis));
+  return scales->data();
+}
+
+void bind_attend(AttentionPool& self, const ConstBytes<3>& q, std::string_view q_number, const ConstBytes<4>& k,
+                 const ConstBytes<4>& v, std::string_view number, const std::optional<Scales>& k_scales,
+                 const std::optional<Scales>& v_scales, const KeyBatch& batch, float scale, const Array<float, 3>& out,
+                 const Array<float, 2>& lse, std::optional<std::string_view> isa) {
+  AttendCall call{};
+  call.number = find_number(number);
+  call.q_number = find_number(q_number);
+  AMBIDEX_CHECK(call.q_number != Number::kInt8, "q: expected fp32, bf16 or fp16, got int8");
+  check_itemsize("q", q, size_of(call.q_number));
+  check_itemsize("k", k, size_of(call.number));
+  check_itemsize("v", v, size_of(call.number));
+  call.tiles = make_tiles(k.itemsize(), k.shape(2), k.shape(3));
+  for (std::size_t axis = 0; axis < 4; ++axis) check_size("v", "an axis of k", v, axis, k.shape(axis));
+  call.num_kv_heads = k.shape(0);
+  call.num_blocks = k.shape(1);
+  const std::size_t num_q_heads = q.shape(1);
+  AMBIDEX_CHECK(call.num_kv_heads >= 1 && num_q_heads >= 1 && num_q_heads % call.num_kv_heads == 0, "q: has ", num_q_heads,
+                " heads, not a multiple of the ", call.num_kv_heads, " of k");
+  call.group_size = num_q_heads / call.num_kv_heads;
+  call.head_dim = q.shape(2);
+  check_size("k", "head_dim, padded to a multiple of 32", k, 3, padded(call.head_dim));
+  check_size("q", "the rows of the batch", q, 0, batch.num_rows());
+  AMBIDEX_CHECK(batch.block_size() == k.shape(2), "batch: made for blocks of ", batch.block_size(), " tokens, k has ",
+                k.shape(2));
+  AMBIDEX_CHECK(batch.num_pool_blocks() <= call.num_blocks, "batch: names block ", batch.num_pool_blocks() - 1,
+                ", k has ", call.num_blocks, " blocks");
+  for (std::size_t axis = 0; axis < 3; ++axis) check_size("out", "an axis of q", out, axis, q.shape(axis));
+  for (std::size_t axis = 0; axis < 2; ++axis) check_size("lse", "an axis of q", lse, axis, q.shape(axis));
+  AMBIDEX_CHECK(std::isfinite(scale) && scale > 0.0f, "scale: expected a positive number, got ", scale);
+  const bool is_int8 = call.number == Number::kInt8;
+  call.k_scales = scales_of("k_scales", k_scales, k, is_int8);
+  call.v_scales = scales_of("v_scales", v_scales, v, is_int8);
+  call.k = static_cast<const char*>(k.data());
+  call.v = static_cast<const char*>(v.data());
+  call.q = q.data();
+  call.scale = scale;
+  call.out = out.data();
+  call.lse = lse.data();
+  const Isa chosen = isa ? find_isa(*isa) : best_isa();
+  nb::gil_scoped_release release;
+  self.attend(chosen, call, batch);
+}
+
+void bind_store_rows(AttentionPool& self, std::string_view part, const Bytes<4>& pool, const Ids& slots,
+                     const ConstBytes<3>& rows) {
+  const TiledPart to = describe(part, pool, rows.shape(2));
+  check_itemsize("rows", rows, pool.itemsize());
+  check_size("rows", "the slots", rows, 0, slots.shape(0));
+  check_size("rows", "Hkv", rows, 1, pool.shape(0));
+  check_ids("slots", slots, to.num_blocks * to.tiles.block_size);
+  nb::gil_scoped_release release;
+  std::lock_guard<std::mutex> lock(self.mutex());
+  store_rows(self.threads(), to, static_cast<char*>(pool.data()), slots.data(), slots.shape(0),
+             static_cast<const char*>(rows.data()));
+}
+
+void bind_pack_blocks(AttentionPool& self, std::string_view part, const Bytes<4>& pool, const Ids& block_ids,
+                      const ConstBytes<3>& rows) {
+  const TiledPart to = describe(part, pool, rows.shape(2));
+  check_itemsize("rows", rows, pool.itemsize());
+  check_size("rows", "Hkv", rows, 0, pool.shape(0));
+  check_size("rows", "the rows of the blocks", rows, 1, block_ids.shape(0) * to.tiles.block_size);
+  check_ids("block_ids", block_ids, to.num_blocks);
+  nb::gil_scoped_release release;
+  std::lock_guard<std::mutex> lock(self.mutex());
+  pack_blocks(self.threads(), to, static_cast<char*>(pool.data()), block_ids.data(), block_ids.shape(0),
+              static_cast<const char*>(rows.data()));
+}
+
+void bind_gather_rows(AttentionPool& self, std::string_view part, const ConstBytes<4>& pool, const Ids& block_ids,
+                      std::size_t first_key, const Bytes<3>& rows) {
+  const TiledPart from = describe(part, pool, rows.shape(2));
+  check_itemsize("rows", rows, pool.itemsize());
+  check_size("rows", "Hkv", rows, 0, pool.shape(0));
+  check_ids("block_ids", block_ids, from.num_blocks);
+  const std::size_t num_there = block_ids.shape(0) * from.tiles.block_size;
+  AMBIDEX_CHECK(first_key <= num_there && rows.shape(1) <= num_there - first_key, "rows: ", rows.shape(1), " from ",
+                first_key, " on do not lie in ", block_ids.shape(0), " blocks of ", from.tiles.block_size);
+  nb::gil_scoped_release release;
+  std::lock_guard<std::mutex> lock(self.mutex());
+  gather_rows(self.threads(), from, static_cast<const char*>(pool.data()), block_ids.data(), first_key, rows.shape(1),
+              static_cast<char*>(rows.data()));
+}
+
+std::uint64_t bind_read(AttentionPool& self, const Array<const std::uint8_t, 1>& bytes,
+                        std::optional<std::string_view> isa) {
+  const Isa chosen = isa ? find_isa(*isa) : best_isa();
+  nb::gil_scoped_release release;
+  return self.read(chosen, reinterpret_cast<const char*>(bytes.data()), bytes.shape(0));
+}
+
+void bind_exp2(const Array<const float, 1>& x, const Array<float, 1>& y, std::optional<std::string_view> isa) {
+  check_size("y", "the numbers of x", y, 0, x.shape(0));
+  exp2_each(isa ? find_isa(*isa) : best_isa(), x.data(), y.data(), x.shape(0));
+}
+
+}  // namespace
+
+void bind_attention(nb::module_& m) {
+  nb::class_<KeyBatch>(m, "KeyBatch")
+      .def("__init__", &make_key_batch, "block_ids"_a.noconvert(), "block_offsets"_a.noconvert(),
+           "first_key"_a.noconvert(), "num_keys"_a.noconvert(), "row_offsets"_a.noconvert(), nb::kw_only(),
+           "block_size"_a)
+      .def_prop_ro("num_rows", &KeyBatch::num_rows)
+      .def_prop_ro("block_size", &KeyBatch::block_size);
+  nb::class_<AttentionPool>(m, "AttentionPool")
+      .def(nb::init<std::size_t, std::size_t>(), nb::kw_only(), "num_threads"_a, "spin_us"_a)
+      .def_prop_ro("num_threads", [](AttentionPool& self) { return self.threads().num_threads(); })
+      .def_prop_ro("num_pin_failures", [](AttentionPool& self) { return self.threads().num_pin_failures(); })
+      .def("attend_blocks", &bind_attend, "q"_a.noconvert(), "q_number"_a, "k"_a.noconvert(), "v"_a.noconvert(),
+           "number"_a, "k_scales"_a.noconvert().none(), "v_scales"_a.noconvert().none(), "batch"_a, "scale"_a,
+           "out"_a.noconvert(), "lse"_a.noconvert(), nb::kw_only(), "isa"_a = nb::none())
+      .def("store_rows", &bind_store_rows, "part"_a, "pool"_a.noconvert(), "slots"_a.noconvert(), "rows"_a.noconvert())
+      .def("pack_blocks", &bind_pack_blocks, "part"_a, "pool"_a.noconvert(), "block_ids"_a.noconvert(),
+           "rows"_a.noconvert())
+      .def("gather_rows", &bind_gather_rows, "part"_a, "pool"_a.noconvert(), "block_ids"_a.noconvert(), "first_key"_a,
+           "rows"_a.noconvert())
+      .def("read", &bind_read, "bytes"_a.noconvert(), nb::kw_only(), "isa"_a = nb::none());
+  m.def("exp2", &bind_exp2, "x"_a.noconvert(), "y"_a.noconvert(), nb::kw_only(), "isa"_a = nb::none());
+}
+
+}  // namespace ambidex

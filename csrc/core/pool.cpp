@@ -1,0 +1,138 @@
+#include "core/pool.h"
+
+#include <chrono>
+
+#include "core/check.h"
+
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
+
+namespace ambidex {
+namespace {
+
+// A reading of the clock costs about as much as this many pauses.
+constexpr int kPausesPerReading = 16;
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+std::vector<int> usable_cpus() {
+  std::vector<int> cpus;
+#if defined(__linux__)
+  cpu_set_t mask;
+  if (sched_getaffinity(0, sizeof mask, &mask) != 0) return cpus;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (CPU_ISSET(cpu, &mask)) cpus.push_back(cpu);
+  }
+#endif
+  return cpus;
+}
+
+bool pin(std::thread& thread, int cpu) {
+#if defined(__linux__)
+  cpu_set_t mask;
+  CPU_ZERO(&mask);
+  CPU_SET(cpu, &mask);
+  return pthread_setaffinity_np(thread.native_handle(), sizeof mask, &mask) == 0;
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+
+ThreadPool::ThreadPool(std::size_t num_threads, std::size_t spin_us) : spin_us_(spin_us) {
+  AMBIDEX_CHECK(num_threads >= 1, "num_threads: expected at least 1, got 0");
+  cpus_ = usable_cpus();
+  if (cpus_.size() < num_threads) cpus_.clear();
+  workers_.reserve(num_threads - 1);
+  try {
+    for (std::size_t i = 1; i < num_threads; ++i) {
+      workers_.emplace_back([this, i] { serve(i); });
+      if (!cpus_.empty()) num_pin_failures_ += !pin(workers_.back(), cpus_[i]);
+    }
+  } catch (...) {
+    is_stopping_.store(true);
+    round_.fetch_add(1);
+    { std::lock_guard<std::mutex> lock(mutex_); }
+    woken_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+    throw;
+  }
+}
+
+ThreadPool::~ThreadPool() {
+  is_stopping_.store(true);
+  round_.fetch_add(1);
+  { std::lock_guard<std::mutex> lock(mutex_); }
+  woken_.notify_all();
+  for (std::thread& worker : workers_) worker.join();
+}
+
+void ThreadPool::run(Work work, void* context) {
+  if (workers_.empty()) return work(context, 0);
+  leave_worker_cpus();
+  work_ = work;
+  context_ = context;
+  num_running_.store(workers_.size(), std::memory_order_relaxed);
+  // NOTE: sequentially consistent, as is the sleeper's count: either we see the sleeper or it sees the new round.
+  round_.fetch_add(1);
+  if (num_sleeping_.load() != 0) {
+    { std::lock_guard<std::mutex> lock(mutex_); }
+    woken_.notify_all();
+  }
+  work(context, 0);
+  for (int spins = 0; num_running_.load(std::memory_order_acquire) != 0; ++spins) {
+    pause();
+    if (spins % 1024 == 1023) std::this_thread::yield();  // someone else's thread may hold a worker's processor
+  }
+}
+
+void ThreadPool::serve(std::size_t thread) {
+  std::uint64_t seen = 0;
+  while (wait_for_round(seen)) {
+    ++seen;
+    work_(context_, thread);
+    num_running_.fetch_sub(1, std::memory_order_release);
+  }
+}
+
+// False: the pool is being destroyed.
+bool ThreadPool::wait_for_round(std::uint64_t seen) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(spin_us_);
+  do {
+    for (int i = 0; i < kPausesPerReading; ++i) {
+      if (round_.load(std::memory_order_acquire) != seen) return !is_stopping_.load();
+      pause();
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  std::unique_lock<std::mutex> lock(mutex_);
+  num_sleeping_.fetch_add(1);
+  woken_.wait(lock, [&] { return round_.load() != seen; });
+  num_sleeping_.fetch_sub(1);
+  return !is_stopping_.load();
+}
+
+// A caller that happens to run on a worker's processor would share it until the scheduler notices (milliseconds). It is
+// moved to the processor that was left free for it; its own mask stays as it was.
+void ThreadPool::leave_worker_cpus() const {
+#if defined(__linux__)
+  if (cpus_.empty()) return;
+  const int here = sched_getcpu();
+  bool is_taken = false;
+  for (std::size_t i = 1; i <= workers_.size(); ++i) is_taken |= cpus_[i] == here;
+  if (!is_taken) return;
+  cpu_set_t before, free_cpu;
+  CPU_ZERO(&free_cpu);
+  CPU_SET(cpus_[0], &free_cpu);
+  if (sched_getaffinity(0, sizeof before, &before) != 0) return;
+  if (sched_setaffinity(0, sizeof free_cpu, &free_cpu) == 0) sched_setaffinity(0, sizeof before, &before);
+#endif
+}
+
+}  // namespace ambidex

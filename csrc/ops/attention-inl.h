@@ -1,0 +1,435 @@
+// Body of attend_range, compiled once per instruction set (per_isa.cpp).
+//
+// For a piece of kPieceTokens keys at a time, all rows (query heads of the group times queries of the request) do
+//
+//   score = scale * q·k        top' = max(top, score)        p = exp(score - top')
+//   sum   = sum * exp(top - top') + Σ p                      out = out * exp(top - top') + Σ p v
+//
+// and in the end out / sum and lse = top + log(sum). Source: online softmax, arXiv:1805.02867. Exponents are of base 2:
+// `top` is kept in units of log2.
+//
+// Keys are read in the order K of piece 0, V of piece 0, K of piece 1, …, in units of 16 tokens of K or V, which are
+// contiguous; what comes kAheadBytes later in that order is fetched while a line is used.
+#pragma once
+
+#include <math.h>
+
+#include "ops/attention.h"
+#include "ops/products-inl.h"
+
+namespace ambidex::AMBIDEX_ISA {
+
+constexpr std::size_t kPieceTokens = 64;
+constexpr std::size_t kPieceUnits = kPieceTokens / 16;
+// Every line is fetched by software, 4 KiB ahead. Measured: on Xeon that gains 30-60 % (research/packages.md 5); on EPYC
+// (Zen 3) it holds one thread to 13.5-14 GB/s of the 20 that it reads plainly, with 2 to 8 KiB and any hint alike, but
+// leaving the stream to the processor's own prefetcher costs bf16 with 4 heads a quarter of that.
+constexpr std::size_t kAheadBytes = 4096;
+constexpr std::size_t kMaxColumns = 64;  // 16 dims each: head_dim up to 1024
+constexpr float kLog2OfE = 1.44269504088896341f;
+constexpr float kLogOf2 = 0.693147180559945309f;
+
+// Bytes handed out one after the other, each piece from a new line on; counts only while base is null.
+class Carver {
+ public:
+  explicit Carver(char* base) : base_(base) {}
+
+  template <class T>
+  T* take(std::size_t bytes) {
+    char* here = base_ == nullptr ? nullptr : base_ + used_;
+    used_ += (bytes + 63) / 64 * 64;
+    return reinterpret_cast<T*>(here);
+  }
+  std::size_t used() const { return used_; }
+
+ private:
+  char* base_;
+  std::size_t used_ = 0;
+};
+
+template <class Form>
+struct Workspace {
+  Workspace(char* base, const AttendCall& call, std::size_t rows) {
+    const std::size_t dim = call.tiles.padded_dim;
+    const std::size_t whole = (rows + 15) / 16 * 16;  // AMX stores whole tiles
+    Carver carver(base);
+    q = carver.take<typename Form::Operand>(Form::operand_bytes(rows, dim));
+    q_factors = carver.take<float>(whole * sizeof(float));
+    q_row = carver.take<float>(dim * sizeof(float));
+    scores = carver.take<float>(whole * kPieceTokens * sizeof(float));
+    probs = carver.take<typename Form::Operand>(Form::operand_bytes(rows, kPieceTokens));
+    prob_factors = carver.take<float>(whole * sizeof(float));
+    out = carver.take<float>(whole * dim * sizeof(float));
+    top = carver.take<float>(whole * sizeof(float));
+    sum = carver.take<float>(whole * sizeof(float));
+    first_group = carver.take<char>(call.tiles.depth * dim * call.tiles.element_size);
+    last_group = carver.take<char>(call.tiles.depth * dim * call.tiles.element_size);
+    bytes = carver.used();
+  }
+
+  typename Form::Operand* q;  // [rows, padded_dim]
+  float* q_factors;           // [rows]
+  float* q_row;               // [padded_dim]
+  float* scores;              // [rows, kPieceTokens]
+  typename Form::Operand* probs;
+  float* prob_factors;  // [rows]
+  float* out;           // [rows, padded_dim]
+  float* top;           // [rows], in units of log2
+  float* sum;           // [rows]
+  char *first_group, *last_group;
+  std::size_t bytes;
+};
+
+// The places of a range's keys in memory.
+class Keys {
+ public:
+  Keys(const AttendCall& call, const AttendRange& range)
+      : tiles_(call.tiles),
+        block_ids_(range.block_ids),
+        depth_(call.tiles.depth),
+        unit_bytes_(16 * call.tiles.padded_dim * call.tiles.element_size),
+        record_bytes_(call.tiles.record_bytes),
+        k_(call.k + range.kv_head * call.num_blocks * record_bytes_),
+        v_(call.v + range.kv_head * call.num_blocks * record_bytes_) {}
+
+  std::size_t depth() const { return depth_; }
+  std::size_t unit_bytes() const { return unit_bytes_; }
+  std::size_t group_bytes() const { return depth_ / 16 * unit_bytes_; }
+  std::size_t slot(std::size_t key) const {
+    return static_cast<std::size_t>(block_ids_[key / tiles_.block_size]) * tiles_.block_size + key % tiles_.block_size;
+  }
+  // Key is a multiple of 16 (K), of depth (V).
+  const char* k_unit(std::size_t key) const { return unit(k_, key); }
+  const char* v_unit(std::size_t key) const { return unit(v_, key); }
+
+ private:
+  const char* unit(const char* part, std::size_t key) const { return part + slot(key) / 16 * unit_bytes_; }
+
+  KVTiles tiles_;
+  const int64_t* block_ids_;
+  std::size_t depth_, unit_bytes_, record_bytes_;
+  const char *k_, *v_;
+};
+
+// One piece: its units of K, then of V, then those that are read next, in the order of reading.
+struct Piece {
+  std::size_t first_key, num_units;
+  const char* order[4 * kPieceUnits];
+
+  // What lies kAheadBytes behind `offset` of a unit in the order of reading.
+  const char* ahead(std::size_t unit, std::size_t offset, std::size_t unit_bytes) const {
+    offset += kAheadBytes;
+    while (offset >= unit_bytes && unit + 1 < 4 * kPieceUnits) {
+      offset -= unit_bytes;
+      ++unit;
+    }
+    return order[unit] + (offset < unit_bytes ? offset : 0);
+  }
+};
+
+inline Piece make_piece(const Keys& keys, std::size_t first_key, std::size_t end) {
+  Piece piece;
+  piece.first_key = first_key;
+  const std::size_t left = (end - first_key) / 16;
+  piece.num_units = left < kPieceUnits ? left : kPieceUnits;
+  std::size_t filled = 0;
+  for (std::size_t i = 0; i < piece.num_units; ++i) piece.order[filled++] = keys.k_unit(first_key + 16 * i);
+  for (std::size_t i = 0; i < piece.num_units; ++i) piece.order[filled++] = keys.v_unit(first_key + 16 * i);
+  std::size_t next = first_key + 16 * piece.num_units;
+  for (; next < end && filled < 3 * kPieceUnits; next += 16) piece.order[filled++] = keys.k_unit(next);
+  for (next = first_key + 16 * piece.num_units; next < end && filled < 4 * kPieceUnits; next += 16) {
+    piece.order[filled++] = keys.v_unit(next);
+  }
+  for (; filled < 4 * kPieceUnits; ++filled) piece.order[filled] = piece.order[2 * piece.num_units - 1];
+  return piece;
+}
+
+inline float q_element(const AttendCall& call, std::size_t i) {
+  if (call.q_number == Number::kFp32) return static_cast<const float*>(call.q)[i];
+  if (call.q_number == Number::kBf16) return to_float(static_cast<const Bf16*>(call.q)[i]);
+  return to_float(static_cast<const Fp16*>(call.q)[i]);
+}
+
+inline float largest_magnitude(const float* x, std::size_t num) {
+  Lanes largest = Lanes::zero();
+  for (std::size_t i = 0; i < num; i += 16) largest = larger(largest, absolute(Lanes::load(x + i)));
+  return largest_of(largest);
+}
+
+template <class Form>
+inline void write_q(const AttendCall& call, const AttendRange& range, std::size_t rows, const Workspace<Form>& ws) {
+  const std::size_t dim = call.tiles.padded_dim;
+  const std::size_t num_q_heads = call.num_kv_heads * call.group_size;
+  for (std::size_t row = 0; row < rows; ++row) {
+    const std::size_t token = range.first_row + row / call.group_size;
+    const std::size_t head = range.kv_head * call.group_size + row % call.group_size;
+    const std::size_t from = (token * num_q_heads + head) * call.head_dim;
+    for (std::size_t i = 0; i < call.head_dim; ++i) ws.q_row[i] = q_element(call, from + i);
+    for (std::size_t i = call.head_dim; i < dim; ++i) ws.q_row[i] = 0.0f;
+    float to_integer = 1.0f;
+    if (Form::kHasScales) {
+      const float largest = largest_magnitude(ws.q_row, dim);
+      ws.q_factors[row] = largest / kLargestOperand;
+      to_integer = largest == 0.0f ? 0.0f : kLargestOperand / largest;
+    }
+    for (std::size_t i = 0; i < dim; i += 16) {
+      Form::write(ws.q, dim, row, rows, i, Lanes::load(ws.q_row + i) * Lanes::broadcast(to_integer));
+    }
+  }
+}
+
+template <class Form>
+inline void score(typename Form::State& state, const Keys& keys, const Piece& piece, std::size_t rows, std::size_t dim,
+                  const Workspace<Form>& ws) {
+  const char* ahead[kPieceUnits];
+  for (std::size_t i = 0; i < piece.num_units; ++i) ahead[i] = piece.ahead(i, 0, keys.unit_bytes());
+  const Columns columns{piece.order, ahead, piece.num_units, keys.unit_bytes() / 64};
+  Form::multiply(state, rows, ws.q, dim, columns, {ws.scores, kPieceTokens, false, ws.q_factors});
+}
+
+// Scales of the keys of a piece, 0 where a key is not visible.
+inline void load_scales(const float* scales, const Keys& keys, const AttendRange& range, const Piece& piece,
+                        float* to) {
+  // NOTE: a piece has at most kPieceUnits units; GCC 13 warns of an overflow unless the loop says so itself.
+  for (std::size_t i = 0; i < piece.num_units && i < kPieceUnits; ++i) {
+    memcpy(to + 16 * i, scales + keys.slot(piece.first_key + 16 * i), 16 * sizeof(float));
+  }
+  const std::size_t end = range.first_key + range.num_keys;
+  for (std::size_t i = 0; i < 16 * piece.num_units; ++i) {
+    const std::size_t key = piece.first_key + i;
+    if (key < range.first_key || key >= end) to[i] = 0.0f;
+  }
+}
+
+// Keys outside of the range get -inf, whatever was computed for them.
+inline void hide_keys(const AttendRange& range, const Piece& piece, float* scores) {
+  const std::size_t end = range.first_key + range.num_keys;
+  const std::size_t size = 16 * piece.num_units;
+  for (std::size_t i = 0; i < size && piece.first_key + i < range.first_key; ++i) scores[i] = -INFINITY;
+  for (std::size_t i = piece.first_key < end ? end - piece.first_key : 0; i < size; ++i) scores[i] = -INFINITY;
+}
+
+// Scores of a row become probs, its sum and out follow the new top.
+template <class Form>
+inline void soften_row(const Piece& piece, std::size_t row, std::size_t rows, std::size_t dim, float scale,
+                       const float* v_scales, const Workspace<Form>& ws) {
+  float* scores = ws.scores + row * kPieceTokens;
+  const std::size_t size = 16 * piece.num_units;
+  Lanes largest = Lanes::load(scores);
+  for (std::size_t i = 16; i < size; i += 16) largest = larger(largest, Lanes::load(scores + i));
+  const float top = largest_of(largest) * scale;
+  float* out = ws.out + row * dim;
+  if (top > ws.top[row]) {
+    const float shrink = exp2f(ws.top[row] - top);
+    ws.top[row] = top;
+    ws.sum[row] *= shrink;
+    for (std::size_t i = 0; i < dim; i += 16) (Lanes::load(out + i) * Lanes::broadcast(shrink)).store(out + i);
+  }
+  const Lanes factor = Lanes::broadcast(scale);
+  const Lanes minus_top = Lanes::broadcast(-ws.top[row]);
+  Lanes sum = Lanes::zero();
+  Lanes most = Lanes::zero();
+  for (std::size_t i = 0; i < size; i += 16) {
+    Lanes p = exp2_of(mul_add(Lanes::load(scores + i), factor, minus_top));
+    sum = sum + p;
+    if (Form::kHasScales) {
+      p = p * Lanes::load(v_scales + i);
+      most = larger(most, absolute(p));
+      p.store(scores + i);
+    } else {
+      Form::write(ws.probs, kPieceTokens, row, rows, i, p);
+    }
+  }
+  ws.sum[row] += sum_of(sum);
+  if (Form::kHasScales) {
+    const float largest_prob = largest_of(most);
+    ws.prob_factors[row] = largest_prob / kLargestOperand;
+    const Lanes to_integer = Lanes::broadcast(largest_prob == 0.0f ? 0.0f : kLargestOperand / largest_prob);
+    for (std::size_t i = 0; i < size; i += 16) {
+      Form::write(ws.probs, kPieceTokens, row, rows, i, Lanes::load(scores + i) * to_integer);
+    }
+  }
+}
+
+// A copy of a group of V with the rows of keys outside of the range set to 0: they may hold NaN, and 0 * NaN is NaN.
+template <class Element>
+inline const char* hide_rows(const char* group, std::size_t first_key, const AttendRange& range, std::size_t depth,
+                             std::size_t dim, char* copy) {
+  constexpr std::size_t kPack = 4 / sizeof(Element);
+  const std::size_t end = range.first_key + range.num_keys;
+  memcpy(copy, group, depth * dim * sizeof(Element));
+  auto* elements = reinterpret_cast<Element*>(copy);
+  for (std::size_t token = 0; token < depth; ++token) {
+    if (first_key + token >= range.first_key && first_key + token < end) continue;
+    for (std::size_t d = 0; d < dim; ++d) {
+      elements[(d / 16 * (depth / kPack) + token / kPack) * 16 * kPack + d % 16 * kPack + token % kPack] = Element{};
+    }
+  }
+  return copy;
+}
+
+template <class Form>
+inline void add_values(typename Form::State& state, const Keys& keys, const AttendRange& range, const Piece& piece,
+                       std::size_t rows, std::size_t dim, const Workspace<Form>& ws) {
+  const std::size_t depth = keys.depth();
+  const std::size_t num_columns = dim / 16;
+  const std::size_t column_bytes = keys.group_bytes() / num_columns;
+  const std::size_t end = range.first_key + range.num_keys;
+  const char* lines[kMaxColumns];
+  const char* ahead[kMaxColumns];
+  for (std::size_t token = 0; token < 16 * piece.num_units; token += depth) {
+    const std::size_t key = piece.first_key + token;
+    const std::size_t unit = piece.num_units + token / 16;
+    const char* group = piece.order[unit];
+    if (key < range.first_key) {
+      group = hide_rows<typename Form::Element>(group, key, range, depth, dim, ws.first_group);
+    } else if (key + depth > end) {
+      group = hide_rows<typename Form::Element>(group, key, range, depth, dim, ws.last_group);
+    }
+    for (std::size_t j = 0; j < num_columns; ++j) {
+      lines[j] = group + j * column_bytes;
+      ahead[j] = piece.ahead(unit, j * column_bytes, keys.unit_bytes());
+    }
+    const Columns columns{lines, ahead, num_columns, column_bytes / 64};
+    Form::multiply(state, rows, ws.probs + token, kPieceTokens, columns, {ws.out, dim, true, ws.prob_factors});
+  }
+}
+
+template <class Form>
+inline void write_answer(const AttendCall& call, const AttendRange& range, std::size_t rows, const Workspace<Form>& ws) {
+  for (std::size_t row = 0; row < rows; ++row) {
+    const std::size_t to = row / call.group_size * range.heads_per_row + row % call.group_size;
+    const float* from = ws.out + row * call.tiles.padded_dim;
+    const float share = 1.0f / ws.sum[row];
+    float* out = range.out + to * call.head_dim;
+    for (std::size_t i = 0; i < call.head_dim; ++i) out[i] = from[i] * share;
+    range.lse[to] = (ws.top[row] + log2f(ws.sum[row])) * kLogOf2;
+  }
+}
+
+template <class Form>
+void attend_as(const AttendCall& call, const AttendRange& range, char* workspace) {
+  const std::size_t rows = range.num_rows * call.group_size;
+  const std::size_t dim = call.tiles.padded_dim;
+  const Workspace<Form> ws(workspace, call, rows);
+  const Keys keys(call, range);
+  const float scale = call.scale * kLog2OfE;
+  typename Form::State state;
+  float k_scales[kPieceTokens], v_scales[kPieceTokens];
+  write_q<Form>(call, range, rows, ws);
+  for (std::size_t row = 0; row < rows; ++row) {
+    ws.top[row] = -INFINITY;
+    ws.sum[row] = 0.0f;
+  }
+  memset(ws.out, 0, rows * dim * sizeof(float));
+  const std::size_t scales_of_head = range.kv_head * call.num_blocks * call.tiles.block_size;
+  const std::size_t last_key = range.first_key + range.num_keys;
+  const std::size_t begin = range.first_key / keys.depth() * keys.depth();
+  const std::size_t end = (last_key + keys.depth() - 1) / keys.depth() * keys.depth();
+  for (std::size_t key = begin; key < end; key += kPieceTokens) {
+    const Piece piece = make_piece(keys, key, end);
+    score<Form>(state, keys, piece, rows, dim, ws);
+    const bool is_edge = key < range.first_key || key + kPieceTokens > last_key;
+    if (Form::kHasScales) {
+      load_scales(call.k_scales + scales_of_head, keys, range, piece, k_scales);
+      load_scales(call.v_scales + scales_of_head, keys, range, piece, v_scales);
+    }
+    for (std::size_t row = 0; row < rows; ++row) {
+      float* scores = ws.scores + row * kPieceTokens;
+      if (Form::kHasScales) {
+        for (std::size_t i = 0; i < 16 * piece.num_units; i += 16) {
+          (Lanes::load(scores + i) * Lanes::load(k_scales + i)).store(scores + i);
+        }
+      }
+      if (is_edge) hide_keys(range, piece, scores);
+      soften_row<Form>(piece, row, rows, dim, scale, v_scales, ws);
+    }
+    add_values<Form>(state, keys, range, piece, rows, dim, ws);
+  }
+  write_answer<Form>(call, range, rows, ws);
+}
+
+// Calls use(form) with the best form for the numbers and rows. AMX needs two rows to beat a vector of bf16 products.
+template <class Use>
+inline void with_form(Number number, [[maybe_unused]] std::size_t rows, const Use& use) {
+  switch (number) {
+    case Number::kFp32:
+      return use(Widened<float>{});
+    case Number::kFp16:
+      return use(Widened<Fp16>{});
+    case Number::kBf16:
+#if defined(AMBIDEX_EMULATE_TILES)
+      return use(Bf16Tiles{});
+#elif defined(__AMX_BF16__)
+      if (rows >= 2) return use(Bf16Tiles{});
+#endif
+#if defined(__AVX512BF16__)
+      return use(Bf16Dot{});
+#else
+      return use(Widened<Bf16>{});
+#endif
+    case Number::kInt8:
+#if defined(AMBIDEX_EMULATE_TILES)
+      return use(Int8Tiles{});
+#elif defined(__AMX_BF16__)
+      if (rows >= 2) return use(Int8Tiles{});
+#endif
+      return use(Int8Dot{});
+  }
+}
+
+void attend_range(const AttendCall& call, const AttendRange& range, char* workspace) {
+  with_form(call.number, range.num_rows * call.group_size, [&](auto form) {
+    attend_as<decltype(form)>(call, range, workspace);
+  });
+}
+
+std::size_t workspace_bytes(const AttendCall& call, std::size_t rows) {
+  std::size_t bytes = 0;
+  with_form(call.number, rows, [&](auto form) { bytes = Workspace<decltype(form)>(nullptr, call, rows).bytes; });
+  return bytes;
+}
+
+void exp2_each(const float* x, float* y, std::size_t num) {
+  for (std::size_t i = 0; i < num; i += 16) {
+    float some[16] = {};
+    const std::size_t count = num - i < 16 ? num - i : 16;
+    memcpy(some, x + i, count * sizeof(float));
+    exp2_of(Lanes::load(some)).store(some);
+    memcpy(y + i, some, count * sizeof(float));
+  }
+}
+
+// The sum of all 8-byte words, four lines at a time: as fast as memory gives them.
+uint64_t read_bytes(const char* bytes, std::size_t num_bytes) {
+  uint64_t total = 0;
+  std::size_t i = 0;
+#if defined(__AVX512F__)
+  __m512i sums[4] = {};
+  for (; i + 256 <= num_bytes; i += 256) {
+    for (int j = 0; j < 4; ++j) sums[j] = _mm512_add_epi64(sums[j], _mm512_loadu_si512(bytes + i + 64 * j));
+  }
+  for (__m512i sum : sums) total += static_cast<uint64_t>(_mm512_reduce_add_epi64(sum));
+#elif defined(__AVX2__)
+  __m256i sums[8] = {};
+  for (; i + 256 <= num_bytes; i += 256) {
+    for (int j = 0; j < 8; ++j) {
+      sums[j] = _mm256_add_epi64(sums[j], _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes + i + 32 * j)));
+    }
+  }
+  for (__m256i sum : sums) {
+    uint64_t words[4];
+    memcpy(words, &sum, sizeof words);
+    for (uint64_t word : words) total += word;
+  }
+#endif
+  for (; i + 8 <= num_bytes; i += 8) {
+    uint64_t word;
+    memcpy(&word, bytes + i, sizeof word);
+    total += word;
+  }
+  for (; i < num_bytes; ++i) total += static_cast<unsigned char>(bytes[i]);
+  return total;
+}
+
+}  // namespace ambidex::AMBIDEX_ISA

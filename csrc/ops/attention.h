@@ -1,0 +1,144 @@
+// attend_blocks: partial attention (out, lse) of a ragged batch over keys in one layer of a tiled pool.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "core/pool.h"
+#include "ops/kv_tiles.h"
+#include "simd/isa.h"
+
+namespace ambidex {
+
+enum class Number { kFp32, kBf16, kFp16, kInt8 };
+
+// Which keys each request of a step sees, the same for all layers with one window: checked and copied once.
+class KeyBatch {
+ public:
+  struct Request {
+    std::size_t first_row, num_rows;  // its queries
+    std::size_t first_key, num_keys;  // visible rows of its blocks, side by side
+    std::size_t first_block;          // where its block ids begin
+  };
+
+  // block_offsets, row_offsets: [R + 1]. first_key, num_keys: [R]. Request r has the blocks
+  // block_ids[block_offsets[r] : block_offsets[r + 1]] and the queries row_offsets[r] … row_offsets[r + 1] - 1.
+  // Throws std::invalid_argument where they do not fit each other.
+  KeyBatch(const std::int64_t* block_ids, std::size_t num_block_ids, const std::int64_t* block_offsets,
+           const std::int64_t* first_key, const std::int64_t* num_keys, const std::int64_t* row_offsets,
+           std::size_t num_requests, std::size_t block_size);
+
+  const std::vector<Request>& requests() const { return requests_; }
+  const std::int64_t* block_ids() const { return block_ids_.data(); }
+  std::size_t num_rows() const { return num_rows_; }
+  std::size_t block_size() const { return block_size_; }
+  std::size_t num_pool_blocks() const { return num_pool_blocks_; }  // the largest block id and one
+  std::size_t most_rows() const { return most_rows_; }              // of a request
+
+ private:
+  std::vector<std::int64_t> block_ids_;
+  std::vector<Request> requests_;
+  std::size_t num_rows_ = 0;
+  std::size_t block_size_;
+  std::size_t num_pool_blocks_ = 0;
+  std::size_t most_rows_ = 0;
+};
+
+struct AttendCall {
+  Number number;            // of the pool
+  const char* k;            // [Hkv, N, record]
+  const char* v;            // likewise
+  const float* k_scales;    // [Hkv, N, P], int8 only: row = scale * integers
+  const float* v_scales;    // likewise
+  KVTiles tiles;
+  std::size_t num_kv_heads, num_blocks;
+  Number q_number;
+  const void* q;            // [T, Hq, D]
+  std::size_t group_size, head_dim;  // Hq = Hkv * group_size
+  float scale;
+  float* out;               // [T, Hq, D]
+  float* lse;               // [T, Hq], natural log
+};
+
+// The queries of a request and KV head over a range of its keys.
+struct AttendRange {
+  const std::int64_t* block_ids;
+  std::size_t kv_head;
+  std::size_t first_row, num_rows;
+  std::size_t first_key, num_keys;  // num_keys >= 1
+  float* out;                       // query (t, g) goes to out + (t * heads_per_row + g) * D
+  float* lse;
+  std::size_t heads_per_row;
+};
+
+// The threads and the memory that attention keeps from call to call.
+class AttentionPool {
+ public:
+  AttentionPool(std::size_t num_threads, std::size_t spin_us) : threads_(num_threads, spin_us) {}
+
+  ThreadPool& threads() { return threads_; }
+
+  // Every query of a request sees all of its visible keys. Where there is none, out is 0 and lse -inf. Each visible K
+  // and V row is read once, for all query heads of its group and all queries of its request. Rows that are not
+  // visible may hold anything, NaN included. Two calls at a time run one after the other. Allocates only when a call
+  // is larger than every one before it.
+  void attend(Isa isa, const AttendCall& call, const KeyBatch& batch);
+
+  // Reads all bytes with all threads and returns their sum: what memory gives, for benchmarks.
+  std::uint64_t read(Isa isa, const char* bytes, std::size_t num_bytes);
+
+  std::mutex& mutex() { return mutex_; }
+
+ private:
+  struct Task {
+    AttendRange range;
+    std::size_t join;  // an index, or kWhole
+  };
+  // One request and KV head whose keys are split: the thread that finishes last merges the parts.
+  struct Join {
+    std::size_t first_float, num_parts, num_queries;  // in parts_: the outs of all parts, then their lses
+    float *out, *lse;
+    std::size_t heads_per_row;
+  };
+  struct Workspace {
+    std::unique_ptr<char[]> bytes;
+    std::size_t size = 0;
+    char* begin = nullptr;  // aligned to 64 bytes
+  };
+  static constexpr std::size_t kWhole = static_cast<std::size_t>(-1);
+
+  void plan(const AttendCall& call, const KeyBatch& batch);
+  void add_tasks(const AttendCall& call, const KeyBatch& batch, const KeyBatch::Request& request, std::size_t kv_head,
+                 std::size_t keys_per_task);
+  void reserve(Isa isa, const AttendCall& call, const KeyBatch& batch);
+  void work(std::size_t thread);
+  void finish(const Join& join) const;
+
+  std::mutex mutex_;
+  ThreadPool threads_;
+  std::vector<Task> tasks_;
+  std::vector<Join> joins_;
+  std::size_t num_part_floats_ = 0;
+  std::vector<float> parts_;
+  std::unique_ptr<std::atomic<std::size_t>[]> num_missing_;  // parts, by join
+  std::size_t num_missing_capacity_ = 0;
+  std::vector<Workspace> workspaces_;  // by thread
+  // Of the call in progress.
+  const AttendCall* call_ = nullptr;
+  Isa isa_ = Isa::kGeneric;
+  alignas(64) std::atomic<std::size_t> next_task_{0};
+};
+
+// Bytes that attend_range needs for `rows` queries and heads, and one range in the calling thread; the workspace is
+// aligned to 64 bytes.
+std::size_t workspace_bytes(Isa isa, const AttendCall& call, std::size_t rows);
+void attend_range(Isa isa, const AttendCall& call, const AttendRange& range, char* workspace);
+
+// exp2 of each number, as the kernels compute it; for tests.
+void exp2_each(Isa isa, const float* x, float* y, std::size_t num);
+
+}  // namespace ambidex

@@ -1,0 +1,155 @@
+#include "ops/kv_tiles.h"
+
+#include <algorithm>
+
+#include "core/check.h"
+
+namespace ambidex {
+namespace {
+
+// Where the elements of one token lie in a record: element `dim` at at(dim).
+struct RowPlaces {
+  RowPlaces(const TiledPart& part, std::size_t token) : pack(part.tiles.pack) {
+    const std::size_t padded_dim = part.tiles.padded_dim;
+    if (part.part == KVPart::kK) {
+      base = token / 16 * 16 * padded_dim + token % 16 * pack;
+      is_k = true;
+    } else {
+      depth = part.tiles.depth;
+      base = token / depth * depth * padded_dim + token % depth / pack * 16 * pack + token % pack;
+    }
+  }
+  std::size_t at(std::size_t dim) const {
+    return is_k ? base + dim / pack * 16 * pack + dim % pack : base + dim / 16 * 16 * depth + dim % 16 * pack;
+  }
+
+  std::size_t pack;
+  std::size_t base = 0;
+  std::size_t depth = 0;
+  bool is_k = false;
+};
+
+template <class Element>
+void store_row(const TiledPart& to, Element* record, std::size_t token, const Element* row) {
+  const RowPlaces places(to, token);
+  for (std::size_t dim = 0; dim < to.head_dim; ++dim) record[places.at(dim)] = row[dim];
+  for (std::size_t dim = to.head_dim; dim < to.tiles.padded_dim; ++dim) record[places.at(dim)] = Element{};
+}
+
+template <class Element>
+void load_row(const TiledPart& from, const Element* record, std::size_t token, Element* row) {
+  const RowPlaces places(from, token);
+  for (std::size_t dim = 0; dim < from.head_dim; ++dim) row[dim] = record[places.at(dim)];
+}
+
+// Calls body(i) for i in 0 … num_items - 1, spread over the threads in runs of equal length.
+template <class Body>
+void parallel_for(ThreadPool& pool, std::size_t num_items, const Body& body) {
+  struct Context {
+    const Body& body;
+    std::size_t num_items, num_threads;
+  } context{body, num_items, std::min(pool.num_threads(), num_items)};
+  const auto work = [](void* pointer, std::size_t thread) {
+    const auto& c = *static_cast<Context*>(pointer);
+    if (thread >= c.num_threads) return;
+    const std::size_t end = c.num_items * (thread + 1) / c.num_threads;
+    for (std::size_t i = c.num_items * thread / c.num_threads; i < end; ++i) c.body(i);
+  };
+  if (context.num_threads <= 1) {
+    for (std::size_t i = 0; i < num_items; ++i) body(i);
+  } else {
+    pool.run(work, &context);
+  }
+}
+
+// Calls body(Element{}) with an unsigned integer of the element's size.
+template <class Body>
+void with_element(std::size_t element_size, const Body& body) {
+  if (element_size == 4) return body(std::uint32_t{});
+  if (element_size == 2) return body(std::uint16_t{});
+  return body(std::uint8_t{});
+}
+
+}  // namespace
+
+KVTiles make_tiles(std::size_t element_size, std::size_t block_size, std::size_t padded_dim) {
+  AMBIDEX_CHECK(element_size == 4 || element_size == 2 || element_size == 1, "element size: expected 4, 2 or 1 bytes, got ",
+                element_size);
+  AMBIDEX_CHECK(block_size >= 16 && block_size % 16 == 0, "block size: expected a multiple of 16 tokens, got ", block_size);
+  AMBIDEX_CHECK(padded_dim >= 32 && padded_dim % 32 == 0 && padded_dim <= 1024,
+                "padded head_dim: expected a multiple of 32 up to 1024, got ", padded_dim);
+  const std::size_t pack = 4 / element_size;
+  std::size_t depth = 16 * pack;
+  while (block_size % depth != 0) depth /= 2;
+  return {element_size, block_size, padded_dim, pack, depth, block_size * padded_dim * element_size};
+}
+
+void store_rows(ThreadPool& pool, const TiledPart& to, char* records, const std::int64_t* slots, std::size_t num_rows,
+                const char* rows) {
+  const std::size_t record_bytes = to.tiles.record_bytes;
+  const std::size_t row_bytes = to.head_dim * to.tiles.element_size;
+  with_element(to.tiles.element_size, [&](auto zero) {
+    using Element = decltype(zero);
+    const auto store_token = [&](std::size_t t) {
+      const auto slot = static_cast<std::size_t>(slots[t]);
+      for (std::size_t head = 0; head < to.num_heads; ++head) {
+        char* record = records + (head * to.num_blocks + slot / to.tiles.block_size) * record_bytes;
+        const char* row = rows + (t * to.num_heads + head) * row_bytes;
+        store_row(to, reinterpret_cast<Element*>(record), slot % to.tiles.block_size,
+                  reinterpret_cast<const Element*>(row));
+      }
+    };
+    // One decode step's few rows are not worth waking anyone.
+    if (num_rows * to.num_heads * row_bytes < 64 * 1024) {
+      for (std::size_t t = 0; t < num_rows; ++t) store_token(t);
+    } else {
+      parallel_for(pool, num_rows, store_token);
+    }
+  });
+}
+
+void pack_blocks(ThreadPool& pool, const TiledPart& to, char* records, const std::int64_t* block_ids,
+                 std::size_t num_blocks, const char* rows) {
+  const std::size_t block_size = to.tiles.block_size;
+  const std::size_t record_bytes = to.tiles.record_bytes;
+  const std::size_t row_bytes = to.head_dim * to.tiles.element_size;
+  with_element(to.tiles.element_size, [&](auto zero) {
+    using Element = decltype(zero);
+    parallel_for(pool, to.num_heads * num_blocks, [&](std::size_t i) {
+      const std::size_t head = i / num_blocks;
+      const auto block_id = static_cast<std::size_t>(block_ids[i % num_blocks]);
+      auto* record = reinterpret_cast<Element*>(records + (head * to.num_blocks + block_id) * record_bytes);
+      const char* row = rows + i * block_size * row_bytes;
+      for (std::size_t token = 0; token < block_size; ++token, row += row_bytes) {
+        store_row(to, record, token, reinterpret_cast<const Element*>(row));
+      }
+    });
+  });
+}
+
+void gather_rows(ThreadPool& pool, const TiledPart& from, const char* records, const std::int64_t* block_ids,
+                 std::size_t first_key, std::size_t num_keys, char* rows) {
+  if (num_keys == 0) return;
+  const std::size_t block_size = from.tiles.block_size;
+  const std::size_t record_bytes = from.tiles.record_bytes;
+  const std::size_t row_bytes = from.head_dim * from.tiles.element_size;
+  const std::size_t first_block = first_key / block_size;
+  const std::size_t num_blocks = (first_key + num_keys - 1) / block_size - first_block + 1;
+  with_element(from.tiles.element_size, [&](auto zero) {
+    using Element = decltype(zero);
+    parallel_for(pool, from.num_heads * num_blocks, [&](std::size_t i) {
+      const std::size_t head = i / num_blocks;
+      const std::size_t block = first_block + i % num_blocks;
+      const auto block_id = static_cast<std::size_t>(block_ids[block]);
+      const char* record = records + (head * from.num_blocks + block_id) * record_bytes;
+      const std::size_t begin = std::max(first_key, block * block_size);
+      const std::size_t end = std::min(first_key + num_keys, (block + 1) * block_size);
+      for (std::size_t key = begin; key < end; ++key) {
+        char* row = rows + (head * num_keys + key - first_key) * row_bytes;
+        load_row(from, reinterpret_cast<const Element*>(record), key % block_size, reinterpret_cast<Element*>(row));
+      }
+    });
+  });
+}
+
+}  // namespace ambidex
