@@ -29,6 +29,16 @@ class DTypeChoice(StrEnum):
     FP16 = "fp16"
 
 
+class KVDTypeChoice(StrEnum):
+    """Format of K and V in host memory. `auto`: that of the weights. `int8`: half the bytes, a scale a row."""
+
+    AUTO = "auto"
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    INT8 = "int8"
+
+
 class LoadFormat(StrEnum):
     """`auto`: what the files are. `dummy`: random weights made from the config alone, for benchmarks."""
 
@@ -72,6 +82,10 @@ class EngineConfig:
     model: str
     device: DeviceKind = _setting(DeviceKind.AUTO, SettingKind.CHOICE, "accelerator to compute on")
     dtype: DTypeChoice = _setting(DTypeChoice.AUTO, SettingKind.CHOICE, "number format of weights, activations and KV")
+    kv_dtype: KVDTypeChoice = _setting(
+        KVDTypeChoice.AUTO, SettingKind.CHOICE,
+        "number format of K and V in host memory; int8 halves what attention reads, and rounds",
+    )  # fmt: skip
     load_format: LoadFormat = _setting(
         LoadFormat.AUTO, SettingKind.CHOICE, "auto reads the model's files; dummy makes random weights from its config"
     )
@@ -138,7 +152,7 @@ class EngineConfig:
         return model
 
     def __post_init__(self) -> None:
-        for name, choices in (("device", DeviceKind), ("dtype", DTypeChoice), ("load_format", LoadFormat)):
+        for name, choices in _CHOICES.items():
             object.__setattr__(self, name, _choice(name, getattr(self, name), choices))
         for item in dataclasses.fields(self):
             kind, value = item.metadata.get("kind"), getattr(self, item.name)
@@ -153,6 +167,14 @@ class EngineConfig:
                 raise ConfigError(f"{flag_name(item.name)} is {value!r}: it must be text")
         if not self.model:
             raise ConfigError("no model is named: give a folder, a .gguf file, a Hub id or smollm2")
+
+
+_CHOICES: Final[Mapping[str, type[StrEnum]]] = {
+    "device": DeviceKind,
+    "dtype": DTypeChoice,
+    "kv_dtype": KVDTypeChoice,
+    "load_format": LoadFormat,
+}
 
 
 def _choice(name: str, value: str, choices: type[StrEnum]) -> StrEnum:

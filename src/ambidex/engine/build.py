@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,20 +11,22 @@ import torch
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import EngineConfig, LoadFormat
 from ambidex.core.dtypes import DType
-from ambidex.core.errors import ConfigError
+from ambidex.core.errors import ConfigError, NativeModuleError
 from ambidex.core.ids import Tier
-from ambidex.core.kv_spec import KVSpec
+from ambidex.core.kv_spec import KVOrder, KVSpec
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.regions import Regions
 from ambidex.core.units import format_size
 from ambidex.engine.core import EngineCore
 from ambidex.engine.engine import Engine
+from ambidex.engine.kv_format import KVFormat, choose_kv_format
 from ambidex.engine.memory import FreeMemory, MemoryPlan, plan_memory
 from ambidex.engine.report import EngineReport, ReportRow
 from ambidex.formats.locate import ModelSource, find_model
 from ambidex.formats.spec import read_spec
 from ambidex.hw.memory import read_memory
 from ambidex.hw.topology import read_topology
+from ambidex.kernels.cpu import native
 from ambidex.kv.manager import KVManager
 from ambidex.models.base import CausalLM
 from ambidex.models.registry import build_model
@@ -34,7 +36,8 @@ from ambidex.runner.runner import Forward, ModelRunner, call_model
 from ambidex.runner.sampler import Sampler
 from ambidex.sched.scheduler import Scheduler
 from ambidex.storage.copy import CopyBlock, CopyEngine, copy_block
-from ambidex.storage.kv_pool import KVPool
+from ambidex.storage.kv_pool import KVPool, RowKVPool
+from ambidex.storage.tiled_pool import TiledKVPool
 from ambidex.text.chat import ChatTemplate
 from ambidex.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -53,7 +56,7 @@ class _Choices:
     dtype: DType
     dtype_why: str
     num_threads: int
-    kv: KVSpec
+    kv: KVFormat
     memory: MemoryPlan
 
 
@@ -108,7 +111,7 @@ def build_engine(
         eos_ids=_eos_ids(choices.spec, tokenizer),
         report=_report(config, choices, pools),
         kv_bytes=lambda: {
-            tier: (usage.used + usage.in_flight) * choices.kv.bytes_per_block
+            tier: (usage.used + usage.in_flight) * choices.kv.specs[tier].bytes_per_block
             for tier, usage in kv_manager.usage().items()
         },
     )
@@ -121,7 +124,7 @@ def _choose(config: EngineConfig) -> _Choices:
     device = choose_device(config.device)
     has_bf16 = "avx512_bf16" in topology.cpu_flags
     dtype, dtype_why = choose_dtype(config.dtype, checkpoint=spec.dtype, device=device, cpu_multiplies_bf16=has_bf16)
-    kv = KVSpec.of(spec, dtype=dtype, block_size=config.block_size)
+    kv = choose_kv_format(config, spec, dtype=dtype, is_cuda=device.type == "cuda", native_error=_native_error())
     weights_bytes = _weights_bytes(spec, dtype)
     return _Choices(
         source=source,
@@ -131,8 +134,17 @@ def _choose(config: EngineConfig) -> _Choices:
         dtype_why=dtype_why,
         num_threads=config.num_threads or topology.num_usable_cores,
         kv=kv,
-        memory=plan_memory(config, spec, kv, free=_free_memory(device), weights_bytes=weights_bytes),
+        memory=plan_memory(config, spec, kv.specs, free=_free_memory(device), weights_bytes=weights_bytes),
     )
+
+
+def _native_error() -> str | None:
+    """Why native CPU ops cannot be used; None if they can."""
+    try:
+        native.isa()
+    except NativeModuleError as error:
+        return str(error)
+    return None
 
 
 def _chat_template(config: EngineConfig, tokenizer: Tokenizer) -> ChatTemplate:
@@ -182,22 +194,33 @@ def _load_model(config: EngineConfig, choices: _Choices, progress: Progress | No
 
 
 def _make_pools(choices: _Choices) -> dict[Tier, KVPool]:
-    is_cuda = choices.device.type == "cuda"
-    blocks = choices.memory.num_blocks
+    """The pool of each tier, in the order of its format; those in tile order share their native threads."""
+    specs, blocks = choices.kv.specs, choices.memory.num_blocks
+    is_tiled = KVOrder.TILES in {spec.order for spec in specs.values()}
+    threads = native.AttentionPool(choices.num_threads) if is_tiled else None
+    is_pinned = choices.device.type == "cuda" and blocks[Tier.DRAM] > 0
     return {
-        Tier.GPU: KVPool(choices.kv, Tier.GPU, blocks[Tier.GPU], device=choices.device, pinned=False),
-        Tier.DRAM: KVPool(
-            choices.kv,
-            Tier.DRAM,
-            blocks[Tier.DRAM],
-            device=torch.device("cpu"),
-            pinned=is_cuda and blocks[Tier.DRAM] > 0,
-        ),
+        Tier.GPU: _make_pool(specs, blocks, Tier.GPU, device=choices.device, pinned=False, threads=threads),
+        Tier.DRAM: _make_pool(specs, blocks, Tier.DRAM, device=torch.device("cpu"), pinned=is_pinned, threads=threads),
     }
 
 
+def _make_pool(
+    specs: Mapping[Tier, KVSpec],
+    blocks: Mapping[Tier, int],
+    tier: Tier,
+    *,
+    device: torch.device,
+    pinned: bool,
+    threads: native.AttentionPool | None,
+) -> KVPool:
+    if threads is not None and specs[tier].order is KVOrder.TILES:
+        return TiledKVPool(specs[tier], tier, blocks[tier], native=threads, pinned=pinned)
+    return RowKVPool(specs[tier], tier, blocks[tier], device=device, pinned=pinned)
+
+
 def _report(config: EngineConfig, choices: _Choices, pools: dict[Tier, KVPool]) -> EngineReport:
-    spec, memory, kv = choices.spec, choices.memory, choices.kv
+    spec, memory, kv = choices.spec, choices.memory, choices.kv.specs
     facts = [
         ReportRow(section="model", name="name", value=choices.source.name),
         ReportRow(section="model", name="architecture", value=spec.architecture),
@@ -216,7 +239,15 @@ def _report(config: EngineConfig, choices: _Choices, pools: dict[Tier, KVPool]) 
             value=f"{memory.max_context_len} tokens",
             why=memory.max_context_reason,
         ),
-        ReportRow(section="kv", name="bytes_per_token", value=f"{kv.bytes_per_token} B"),
+    ]
+    facts += [
+        ReportRow(
+            section="kv",
+            name=f"{tier}_format",
+            value=f"{kv[tier].dtype} in {kv[tier].order}, {kv[tier].bytes_per_token} B a token",
+            why=choices.kv.why if pools[tier].device.type == "cpu" else "the accelerator's own ops read it",
+        )
+        for tier in pools
     ]
     for tier, pool in pools.items():
         pinned = f", {'pinned' if pool.is_pinned else 'not pinned'}" if choices.device.type == "cuda" else ""

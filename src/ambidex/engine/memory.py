@@ -1,5 +1,6 @@
 """How many KV blocks each tier gets: budgets minus what weights and workspace take. Numbers only, no allocation."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ambidex.core.config import EngineConfig
@@ -56,10 +57,13 @@ def workspace_bytes(spec: ModelSpec, *, max_tokens: int, max_rows: int, max_cont
 
 
 def plan_memory(
-    config: EngineConfig, spec: ModelSpec, kv: KVSpec, *, free: FreeMemory, weights_bytes: int
+    config: EngineConfig, spec: ModelSpec, kv: Mapping[Tier, KVSpec], *, free: FreeMemory, weights_bytes: int
 ) -> MemoryPlan:
     """Divide the budgets.
 
+    Args:
+        kv: the KV cache as each tier keeps it, in blocks of one size.
+        weights_bytes: all parameters.
     Raises:
         ConfigError: a budget is too small for the model; says what is needed.
     """
@@ -69,31 +73,32 @@ def plan_memory(
         max_tokens=config.max_tokens_per_step,
         max_rows=min(config.max_running_requests, config.max_tokens_per_step),
         max_context_len=wanted_len,
-        num_bytes=kv.dtype.num_bytes,
+        num_bytes=kv[Tier.GPU].dtype.num_bytes,
     )
     fixed = weights_bytes + workspace
     gpu_budget, dram_budget = _budgets(config, free, fixed)
-    default_blocks = kv.num_blocks(wanted_len) * min(config.max_running_requests, DEFAULT_CONTEXTS)
-    gpu_blocks = _gpu_blocks(config, kv, gpu_budget - fixed, default_blocks)
+    default_blocks = kv[Tier.GPU].num_blocks(wanted_len) * min(config.max_running_requests, DEFAULT_CONTEXTS)
+    gpu_block_bytes, dram_block_bytes = kv[Tier.GPU].bytes_per_block, kv[Tier.DRAM].bytes_per_block
+    gpu_blocks = _gpu_blocks(config, kv[Tier.GPU], gpu_budget - fixed, default_blocks)
     if gpu_blocks < 0 or gpu_budget < fixed:
         raise ConfigError(
             f"--gpu-memory {format_size(gpu_budget)} is too small: weights take {format_size(weights_bytes)}, "
-            f"workspace {format_size(workspace)}: give at least {format_size(fixed + kv.bytes_per_block)}, "
+            f"workspace {format_size(workspace)}: give at least {format_size(fixed + gpu_block_bytes)}, "
             f"or a smaller --max-tokens-per-step or --max-context-len"
         )
-    dram_blocks = max(0, min(dram_budget // kv.bytes_per_block, default_blocks))
+    dram_blocks = max(0, min(dram_budget // dram_block_bytes, default_blocks))
     num_blocks = {Tier.GPU: gpu_blocks, Tier.DRAM: dram_blocks}
-    max_len, reason = _context_len(config, spec, kv, num_blocks)
+    max_len, reason = _context_len(config, spec, kv[Tier.DRAM], num_blocks)
     ledger = MemoryLedger(
         {
-            Tier.GPU: max(gpu_budget, fixed + gpu_blocks * kv.bytes_per_block),
-            Tier.DRAM: max(dram_budget, dram_blocks * kv.bytes_per_block),
+            Tier.GPU: max(gpu_budget, fixed + gpu_blocks * gpu_block_bytes),
+            Tier.DRAM: max(dram_budget, dram_blocks * dram_block_bytes),
         }
     )
     ledger.take(Tier.GPU, "weights", weights_bytes)
     ledger.take(Tier.GPU, "workspace", workspace)
-    ledger.take(Tier.GPU, "kv", gpu_blocks * kv.bytes_per_block)
-    ledger.take(Tier.DRAM, "kv", dram_blocks * kv.bytes_per_block)
+    ledger.take(Tier.GPU, "kv", gpu_blocks * gpu_block_bytes)
+    ledger.take(Tier.DRAM, "kv", dram_blocks * dram_block_bytes)
     return MemoryPlan(num_blocks=num_blocks, max_context_len=max_len, max_context_reason=reason, ledger=ledger)
 
 

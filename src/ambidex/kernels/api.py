@@ -13,7 +13,7 @@ from torch import Tensor
 from ambidex.core.errors import ShapeError
 from ambidex.kernels.cpu import native
 from ambidex.kernels.dispatch import choose
-from ambidex.kernels.reference import activation, kv_store, rope
+from ambidex.kernels.reference import activation, kv_store, quantize, rope
 from ambidex.kernels.reference import attention as reference_attention
 from ambidex.kernels.reference import merge as reference_merge
 from ambidex.kernels.reference import norm as reference_norm
@@ -110,6 +110,17 @@ def store_rows(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
     check_shapes(pool=(pool, "Hkv N P D"), slots=(slots, "T"), rows=(rows, "T Hkv D"))
     check_alike(pool=pool, rows=rows)
     kv_store.store_rows(pool, slots, rows)
+
+
+def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Round rows to 8-bit integers with one scale each: rows ≈ numbers · scales, off by at most half a scale.
+
+    Args:
+        rows: [..., D] in a floating format, finite.
+    Returns:
+        numbers [..., D] int8 in −127 … 127; scales [...] fp32, 0 for a row of zeros.
+    """
+    return quantize.quantize_rows(rows)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
