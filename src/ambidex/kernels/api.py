@@ -92,8 +92,8 @@ def attend_paged(
         out [B, Hq, D]; lse [B, Hq] fp32, natural log.
     Raises:
         ShapeError: shapes, dtypes or devices do not fit.
-    Cost: reads K and V of the visible rows once. The launches depend on shapes alone, so a CUDA graph may hold them (the
-        reference waits for the device and may not be captured).
+    Cost: reads K and V of the visible rows once. The launches depend on shapes alone, so a CUDA graph may hold them
+        (not those of the reference, which waits for the device).
     """
     check_shapes(
         q=(q, "B Hq D"), k_pool=(k_pool, "Hkv N P D"), v_pool=(v_pool, "Hkv N P D"), block_table=(block_table, "B M"),
