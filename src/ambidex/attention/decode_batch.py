@@ -63,13 +63,10 @@ class DecodeBatch:
         Cost: about a microsecond a request, and one small copy to the device.
         """
         num = len(requests)
-        if not 0 < num <= num_rows:
+        if not 0 < num <= num_rows or any(len(request.token_ids) != 1 for request in requests):
             return False
-        token_ids = [request.token_ids for request in requests]
-        if any(len(ids) != 1 for ids in token_ids):
-            return False
-        positions = np.fromiter((request.start for request in requests), np.int64, num)
-        num_blocks = np.fromiter((len(request.blocks) for request in requests), np.int64, num)
+        positions = np.array([request.start for request in requests], np.int64)
+        num_blocks = np.array([len(request.blocks) for request in requests], np.int64)
         last_places = positions // self._block_size
         if (num_blocks != last_places + 1).any() or num_blocks.max() > self._inputs.max_blocks:
             return False
@@ -78,18 +75,17 @@ class DecodeBatch:
             return False
         self._inputs.wait_sent()
         table_rows = self._write_table(contexts, num_rows)
-        last_blocks = np.fromiter((request.blocks[-1].block_id for request in requests), np.int64, num)
+        last_blocks = np.array([request.blocks[-1].block_id for request in requests], np.int64)
         host = self._inputs.host(num_rows)
-        host.token_ids[:num] = np.fromiter((ids[0] for ids in token_ids), np.int64, num)
-        host.token_ids[num:] = 0
+        host.token_ids[:num] = [request.token_ids[0] for request in requests]
         host.positions[:num] = positions
-        host.positions[num:] = 0
         host.slots[:num] = last_blocks * self._block_size + positions % self._block_size
-        host.slots[num:] = -1
         host.table_places[:] = self._row_starts[:num_rows]
         host.table_places[:num] += last_places
         host.last_blocks[:num] = last_blocks
-        host.last_blocks[num:] = 0
+        if num < num_rows:
+            host.token_ids[num:], host.positions[num:], host.last_blocks[num:] = 0, 0, 0
+            host.slots[num:] = -1
         self.num_keys = {window: self._write_keys(window, positions, num_rows) for window in self._inputs.windows}
         self._inputs.send(num_rows, table_rows=table_rows)
         return True
@@ -100,7 +96,7 @@ class DecodeBatch:
             context = known.get(request.request_id)
             if context is None:
                 context = known[request.request_id] = _Context()
-            if context.blocks != request.blocks:  # blocks that did not change are the same objects: compared in no time
+            if context.blocks is not request.blocks and context.blocks != request.blocks:
                 _follow(context, request.blocks)
             found.append(context)
         if len(known) > 2 * self._inputs.max_rows:  # requests that have ended, or that decode no longer
@@ -109,9 +105,11 @@ class DecodeBatch:
 
     def _is_elsewhere(self, contexts: Sequence[_Context], positions: NDArray[np.int64]) -> bool:
         """Whether any request sees a key that does not lie on the accelerator."""
-        last_elsewhere = np.fromiter((context.last_elsewhere for context in contexts), np.int64, len(contexts))
+        if all(context.last_elsewhere < 0 for context in contexts):
+            return False
         if self._widest is None:
-            return bool((last_elsewhere >= 0).any())
+            return True
+        last_elsewhere = np.array([context.last_elsewhere for context in contexts], np.int64)
         first_visible = np.maximum(positions - self._widest + 1, 0) // self._block_size
         return bool((last_elsewhere >= first_visible).any())
 
@@ -121,11 +119,10 @@ class DecodeBatch:
         sent = self._sent
         for row, context in enumerate(contexts):
             known = sent[row]
-            blocks = context.blocks
-            if known is not None and known.context is context and known.blocks is blocks:
+            if known is not None and known.context is context and known.blocks is context.blocks:
                 continue
-            sent[row] = _SentRow(context, blocks)
-            if known is None or known.context is not context or not _grew_by_one(known.blocks, blocks):
+            sent[row] = _SentRow(context, context.blocks)
+            if known is None or known.context is not context or not _grew_by_one(known.blocks, context.blocks):
                 first, last = min(first, row), row
         sent[len(contexts) : num_rows] = [None] * (num_rows - len(contexts))  # padding writes into its rows
         if last < 0:
@@ -137,10 +134,12 @@ class DecodeBatch:
 
     def _write_keys(self, window: int | None, positions: NDArray[np.int64], num_rows: int) -> int:
         host, num = self._inputs.host(num_rows), len(positions)
-        first = np.zeros_like(positions) if window is None else np.maximum(positions - window + 1, 0)
-        num_keys = positions + 1 - first
-        host.first_key[window][:num], host.num_keys[window][:num] = first, num_keys
-        host.first_key[window][num:], host.num_keys[window][num:] = 0, 0
+        num_keys = positions + 1
+        if window is not None:
+            num_keys = np.minimum(num_keys, window)
+        host.first_key[window][:num], host.num_keys[window][:num] = positions + 1 - num_keys, num_keys
+        if num < num_rows:
+            host.first_key[window][num:], host.num_keys[window][num:] = 0, 0
         return int(num_keys.sum())
 
 
