@@ -131,7 +131,7 @@ class DecodeSteps:
         logits.copy_(self._model.logits(hidden))
         low, high = torch.aminmax(logits, dim=-1)  # both NaN if any number is
         is_finite = (low > -torch.inf) & (high < torch.inf)
-        self._chosen[:num_rows].copy_(torch.where(is_finite, logits.argmax(dim=-1), -1))
+        self._chosen[:num_rows].copy_(logits.argmax(dim=-1).masked_fill_(~is_finite, -1))
 
     def _try_capture(self, num_rows: int) -> bool:
         """Compute the step, then capture it; False if graphs had to be given up (the step may or may not have run).
