@@ -43,7 +43,7 @@ SHAPES: Final[Mapping[str, Mapping[str, object]]] = {
                          "original_max_position_embeddings": 8192},
     },
     "tiny": {  # to try the script
-        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8,
         "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096, "rope_theta": 10000.0,
     },
 }  # fmt: skip

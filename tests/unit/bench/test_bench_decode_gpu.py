@@ -30,6 +30,6 @@ def test_a_run_on_the_cpu_ends_with_a_record(
     assert decode_gpu.main() == 0
     record = json.loads(output.read_text())
     assert [(point["batch"], point["context"]) for point in record["points"]] == [(1, 70), (3, 20)]
-    # The prompt's 70 keys, 5 warm-up steps, then two that read 76 and 77: K and V, two layers, two heads of 16 fp32
-    assert record["points"][0]["kv_bytes"] == 2 * 2 * 2 * 16 * 4 * (76 + 77) // 2
+    # The prompt's 70 keys, 5 warm-up steps, then two that read 76 and 77: K and V, two layers, two heads of 32 fp32
+    assert record["points"][0]["kv_bytes"] == 2 * 2 * 2 * 32 * 4 * (76 + 77) // 2
     assert "3 x     20" in capsys.readouterr().out
