@@ -3,7 +3,7 @@
 import logging
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -165,6 +165,46 @@ def test_logits_that_are_not_finite_fail_their_request_alone(
         outputs |= {output.request_id: output for output in engine.step()}
     assert outputs[good].token_ids == wanted[0]
     assert "not finite after 11 tokens" in (outputs[bad].error or "")
+
+
+def test_steps_are_captured_once_for_each_size_and_then_replayed(tmp_path: Path) -> None:
+    folder = make_engine_folder(tmp_path, "llama")
+    config = make_config(folder, DeviceKind.CPU, kv_gpu_tokens=1024, block_size=4)
+    wanted = run(build_engine(config, decode_form=DecodeForm.ORDINARY), greedy())
+    captured: list[Callable[[], None]] = []
+
+    def capture(body: Callable[[], None]) -> Callable[[], None]:
+        captured.append(body)
+        return body  # without a GPU: launched again as it is
+
+    forward = CountingForward()
+    engine = build_engine(config, decode_form=DecodeForm.CAPTURED, capture=lambda: capture, forward=forward)
+    assert run(engine, greedy()) == wanted
+    num_fixed = sum(num for num_rows, num in forward.num_steps.items() if num_rows is not None)
+    assert len(captured) == len(forward.num_steps.keys() - {None}) > 2
+    assert engine.stats.num_replayed_steps == num_fixed - len(captured)
+
+
+def test_graphs_are_given_up_with_one_warning_when_a_capture_fails(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_engine_folder(tmp_path, "llama")
+    config = make_config(folder, DeviceKind.CPU, kv_gpu_tokens=1024, block_size=4)
+    wanted = run(build_engine(config, decode_form=DecodeForm.ORDINARY), greedy())
+    num_captures = 0
+
+    def capture_once(body: Callable[[], None]) -> Callable[[], None]:
+        nonlocal num_captures
+        num_captures += 1
+        if num_captures == 2:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return body
+
+    engine = build_engine(config, decode_form=DecodeForm.CAPTURED, capture=lambda: capture_once)
+    assert run(engine, greedy()) == wanted
+    assert num_captures == 2
+    assert engine.stats.num_graph_failures == 1
+    assert caplog.text.count("CUDA graphs are given up") == 1
 
 
 @pytest.mark.gpu

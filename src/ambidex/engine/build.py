@@ -33,7 +33,7 @@ from ambidex.models.base import CausalLM
 from ambidex.models.registry import build_model
 from ambidex.models.weights import load_weights, make_dummy_weights
 from ambidex.runner.device import TORCH_DTYPES, choose_device, choose_dtype
-from ambidex.runner.graphs import DecodeForm, DecodeSteps, make_buckets
+from ambidex.runner.graphs import Capture, CudaCapture, DecodeForm, DecodeSteps, make_buckets
 from ambidex.runner.runner import Forward, ModelRunner, call_model
 from ambidex.runner.sampler import Sampler
 from ambidex.sched.scheduler import Scheduler
@@ -71,6 +71,7 @@ def build_engine(
     forward: Forward = call_model,
     copy: CopyBlock = copy_block,
     decode_form: DecodeForm | None = None,
+    capture: Callable[[], Capture] = CudaCapture,
 ) -> Engine:
     """Load a model and make it ready to answer.
 
@@ -78,6 +79,7 @@ def build_engine(
         progress: called with (bytes read, bytes in all) while weights load.
         forward, copy: how the model is called and how a block is copied; a test hands in ones that fail.
         decode_form: how decode steps run; None: as the configuration and the device have it.
+        capture: makes what captures them, if they are captured; a test hands in one that needs no GPU.
     Raises:
         ConfigError, ModelError: the settings or the model cannot be used.
         MachineError: the machine has not what they need.
@@ -107,7 +109,7 @@ def build_engine(
         copies=CopyEngine(pools, copy=copy),
         device=choices.device,
         forward=forward,
-        decode_steps=_make_decode_steps(config, choices, model, pools[Tier.GPU], forward),
+        decode_steps=_make_decode_steps(config, choices, model, pools[Tier.GPU], forward, capture),
     )
     return Engine(
         core=EngineCore(scheduler=scheduler, executor=runner),
@@ -174,7 +176,12 @@ def _decode_buckets(config: EngineConfig) -> tuple[int, ...]:
 
 
 def _make_decode_steps(
-    config: EngineConfig, choices: _Choices, model: CausalLM, pool: KVPool, forward: Forward
+    config: EngineConfig,
+    choices: _Choices,
+    model: CausalLM,
+    pool: KVPool,
+    forward: Forward,
+    capture: Callable[[], Capture],
 ) -> DecodeSteps | None:
     if choices.decode_form is DecodeForm.ORDINARY or pool.num_blocks == 0:
         return None
@@ -185,7 +192,7 @@ def _make_decode_steps(
         pool=pool,
         buckets=_decode_buckets(config),
         max_context_len=choices.memory.max_context_len,
-        is_captured=choices.decode_form is DecodeForm.CAPTURED,
+        capture=capture() if choices.decode_form is DecodeForm.CAPTURED else None,
     )
 
 

@@ -30,6 +30,25 @@ from ambidex.storage.kv_pool import KVPool
 logger = logging.getLogger(__name__)
 
 
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+"""Records what a function launches, without running it, and gives a function that launches the same again."""
+
+
+class CudaCapture:
+    """Captures CUDA graphs. They share one pool of memory, so no two may run at once."""
+
+    def __init__(self) -> None:
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
+        """Capture `body`, which must have run before: kernels are compiled then, and libraries ready."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            body()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+
 class DecodeForm(StrEnum):
     """How decode steps run: like all others, in fixed sizes, or in fixed sizes captured as CUDA graphs."""
 
@@ -58,7 +77,7 @@ class DecodeSteps:
         pool: the accelerator's KV.
         buckets: numbers of rows, ascending.
         max_context_len: tokens; bounds the block table.
-        is_captured: replay CUDA graphs, which needs a CUDA device and the Triton kernels.
+        capture: how a step is captured, `CudaCapture()` or a test's; None: each step is launched anew.
     """
 
     def __init__(
@@ -70,14 +89,14 @@ class DecodeSteps:
         pool: KVPool,
         buckets: Sequence[int],
         max_context_len: int,
-        is_captured: bool,
+        capture: Capture | None,
     ) -> None:
         self._model = model
         self._spec = spec
         self._forward = forward
         self._pool = pool
         self._buckets = tuple(buckets)
-        self._is_captured = is_captured
+        self._capture = capture
         self._is_given_up = False
         self.num_failures = 0
         """Captures that failed: 0 or 1."""
@@ -91,9 +110,9 @@ class DecodeSteps:
         self._batch = DecodeBatch(self._inputs, block_size=kv.block_size)
         self._num_layers = Counter(spec.windows)
         self._logits = torch.empty(buckets[-1], spec.vocab_size, dtype=torch.float32, device=pool.device)
+        self._all_rows = torch.arange(buckets[-1], device=pool.device)
         self._chosen = torch.empty(buckets[-1], dtype=torch.int64, device=pool.device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._memory = torch.cuda.graph_pool_handle() if is_captured else None  # one for all: they never run at once
+        self._replays: dict[int, Callable[[], None]] = {}
 
     def try_run(self, requests: Sequence[ScheduledRequest]) -> DecodeOutput | None:
         """Run a step if it has the form of a decode step, else return None and leave everything as it was.
@@ -105,12 +124,12 @@ class DecodeSteps:
         num_rows = next((size for size in self._buckets if size >= len(requests)), None)
         if self._is_given_up or num_rows is None or not self._batch.try_prepare(requests, num_rows):
             return None
-        is_replayed = num_rows in self._graphs
+        is_replayed = num_rows in self._replays
         if is_replayed:
-            self._graphs[num_rows].replay()
-        elif not self._is_captured:
+            self._replays[num_rows]()
+        elif self._capture is None:
             self._compute(num_rows)
-        elif not self._try_capture(num_rows):
+        elif not self._try_capture(self._capture, num_rows):
             return None
         size = self._pool.spec.bytes_per_token_layer
         num_read = sum(num * self._num_layers[window] for window, num in self._batch.num_keys.items())
@@ -125,7 +144,12 @@ class DecodeSteps:
         """All that a graph holds: from the inputs on the device to logits and chosen tokens there."""
         rows = self._inputs.device(num_rows)
         rows.extend_table()
-        batch = InputBatch(token_ids=rows.token_ids, positions=rows.positions, sampled_rows=rows.slots, sampled_ids=())
+        batch = InputBatch(
+            token_ids=rows.token_ids,
+            positions=rows.positions,
+            sampled_rows=self._all_rows[:num_rows],
+            sampled_ids=(),
+        )
         hidden = self._forward(self._model, batch, PagedAttention(self._spec, self._pool, rows))
         logits = self._logits[:num_rows]
         logits.copy_(self._model.logits(hidden))
@@ -133,23 +157,20 @@ class DecodeSteps:
         is_finite = (low > -torch.inf) & (high < torch.inf)
         self._chosen[:num_rows].copy_(logits.argmax(dim=-1).masked_fill_(~is_finite, -1))
 
-    def _try_capture(self, num_rows: int) -> bool:
+    def _try_capture(self, capture: Capture, num_rows: int) -> bool:
         """Compute the step, then capture it; False if graphs had to be given up (the step may or may not have run).
 
         NOTE: computing a step twice is harmless: it stores the same rows in the same slots.
         """
         try:
             self._compute(num_rows)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-                self._compute(num_rows)
+            self._replays[num_rows] = capture(lambda: self._compute(num_rows))
         except Exception as error:  # of torch, the driver, or Triton's compiler: the ordinary path is always there
             self.num_failures += 1
             self._is_given_up = True
-            self._graphs.clear()
+            self._replays.clear()
             logger.warning("CUDA graphs are given up, decode is slower: a step of %d rows failed: %s", num_rows, error)
             return False
-        self._graphs[num_rows] = graph
         return True
 
 
