@@ -197,7 +197,7 @@ def _make_pools(choices: _Choices) -> dict[Tier, KVPool]:
     """The pool of each tier, in the order of its format; those in tile order share their native threads."""
     specs, blocks = choices.kv.specs, choices.memory.num_blocks
     is_tiled = KVOrder.TILES in {spec.order for spec in specs.values()}
-    threads = native.AttentionPool(choices.num_threads) if is_tiled else None
+    threads = native.AttentionPool(native.ThreadPool(choices.num_threads)) if is_tiled else None
     is_pinned = choices.device.type == "cuda" and blocks[Tier.DRAM] > 0
     return {
         Tier.GPU: _make_pool(specs, blocks, Tier.GPU, device=choices.device, pinned=False, threads=threads),

@@ -12,7 +12,7 @@ from ambidex.core.ids import BlockId, RequestId, Tier
 from ambidex.core.kv_spec import TILE_TOKENS, KVOrder, KVSpec
 from ambidex.core.model_spec import Activation, ModelSpec
 from ambidex.core.step import BlockRef, ScheduledRequest
-from ambidex.kernels.cpu.native import AttentionPool
+from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
 from ambidex.storage.kv_pool import TORCH_DTYPES, KVPool, RowKVPool
 from ambidex.storage.tiled_pool import TiledKVPool
 from dense_attention import visible_keys
@@ -61,7 +61,7 @@ def _make_pool(spec: ModelSpec, tier: Tier, num_blocks: int, block_size: int, dt
     order = KVOrder.TILES if is_tiled else KVOrder.ROWS
     kv_spec = KVSpec.of(spec, dtype=dtype, block_size=block_size, order=order)
     if is_tiled:
-        return TiledKVPool(kv_spec, tier, num_blocks, native=AttentionPool(2), pinned=False)
+        return TiledKVPool(kv_spec, tier, num_blocks, native=AttentionPool(ThreadPool(2)), pinned=False)
     return RowKVPool(kv_spec, tier, num_blocks, device=torch.device(device), pinned=False)
 
 
