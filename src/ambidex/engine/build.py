@@ -11,7 +11,7 @@ import torch
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import EngineConfig, LoadFormat
 from ambidex.core.dtypes import DType
-from ambidex.core.errors import ConfigError
+from ambidex.core.errors import ConfigError, NativeModuleError
 from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVSpec
 from ambidex.core.model_spec import ModelSpec
@@ -25,11 +25,13 @@ from ambidex.formats.locate import ModelSource, find_model
 from ambidex.formats.spec import read_spec
 from ambidex.hw.memory import read_memory
 from ambidex.hw.topology import read_topology
+from ambidex.kernels.cpu.native import ThreadPool
+from ambidex.kernels.linear import LinearContext
 from ambidex.kv.manager import KVManager
 from ambidex.models.base import CausalLM
 from ambidex.models.registry import build_model
 from ambidex.models.weights import load_weights, make_dummy_weights
-from ambidex.runner.device import TORCH_DTYPES, choose_device, choose_dtype
+from ambidex.runner.device import TORCH_DTYPES, activation_dtype, choose_device, choose_dtype
 from ambidex.runner.runner import Forward, ModelRunner, call_model
 from ambidex.runner.sampler import Sampler
 from ambidex.sched.scheduler import Scheduler
@@ -53,6 +55,7 @@ class _Choices:
     dtype: DType
     dtype_why: str
     num_threads: int
+    threads: ThreadPool | None
     kv: KVSpec
     memory: MemoryPlan
 
@@ -119,20 +122,37 @@ def _choose(config: EngineConfig) -> _Choices:
     spec = read_spec(source)
     topology = read_topology()
     device = choose_device(config.device)
-    has_bf16 = "avx512_bf16" in topology.cpu_flags
-    dtype, dtype_why = choose_dtype(config.dtype, checkpoint=spec.dtype, device=device, cpu_multiplies_bf16=has_bf16)
-    kv = KVSpec.of(spec, dtype=dtype, block_size=config.block_size)
-    weights_bytes = _weights_bytes(spec, dtype)
+    num_threads = config.num_threads or topology.num_usable_cores
+    threads = _make_threads(num_threads)
+    dtype, dtype_why = choose_dtype(
+        config.dtype,
+        checkpoint=spec.dtype,
+        is_quantized=spec.is_quantized,
+        device=device,
+        has_native=threads is not None,
+    )
+    kv = KVSpec.of(spec, dtype=activation_dtype(dtype, device), block_size=config.block_size)
+    weights_bytes = _weights_bytes(spec, dtype, device)
     return _Choices(
         source=source,
         spec=spec,
         device=device,
         dtype=dtype,
         dtype_why=dtype_why,
-        num_threads=config.num_threads or topology.num_usable_cores,
+        num_threads=num_threads,
+        threads=threads,
         kv=kv,
         memory=plan_memory(config, spec, kv, free=_free_memory(device), weights_bytes=weights_bytes),
     )
+
+
+def _make_threads(num_threads: int) -> ThreadPool | None:
+    """The threads of all native ops; None without the compiled module."""
+    try:
+        return ThreadPool(num_threads)
+    except NativeModuleError as error:
+        logger.warning("native ops are not used: %s", error)
+        return None
 
 
 def _chat_template(config: EngineConfig, tokenizer: Tokenizer) -> ChatTemplate:
@@ -157,9 +177,14 @@ def _eos_ids(spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:
     return named - impossible
 
 
-def _weights_bytes(spec: ModelSpec, dtype: DType) -> int:
+def _weights_bytes(spec: ModelSpec, dtype: DType, device: torch.device) -> int:
     """Bytes of the parameters, counted on a model without storage."""
-    skeleton = build_model(spec, device=torch.device("meta"), dtype=TORCH_DTYPES[dtype])
+    skeleton = build_model(
+        spec,
+        device=torch.device("meta"),
+        dtype=TORCH_DTYPES[dtype],
+        activation_dtype=TORCH_DTYPES[activation_dtype(dtype, device)],
+    )
     return sum(parameter.numel() * parameter.element_size() for parameter in skeleton.parameters())
 
 
@@ -173,7 +198,13 @@ def _free_memory(device: torch.device) -> FreeMemory:
 
 def _load_model(config: EngineConfig, choices: _Choices, progress: Progress | None) -> CausalLM:
     dtype = TORCH_DTYPES[choices.dtype]
-    model = build_model(choices.spec, device=choices.device, dtype=dtype)
+    model = build_model(
+        choices.spec,
+        device=choices.device,
+        dtype=dtype,
+        activation_dtype=TORCH_DTYPES[activation_dtype(choices.dtype, choices.device)],
+        linear=LinearContext(choices.threads if choices.device.type == "cpu" else None),
+    )
     if config.load_format is LoadFormat.DUMMY:
         make_dummy_weights(model, seed=config.seed, device=choices.device, dtype=dtype)
     else:
