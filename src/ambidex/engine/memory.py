@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ambidex.core.config import EngineConfig
+from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVSpec
@@ -57,12 +58,19 @@ def workspace_bytes(spec: ModelSpec, *, max_tokens: int, max_rows: int, max_cont
 
 
 def plan_memory(
-    config: EngineConfig, spec: ModelSpec, kv: Mapping[Tier, KVSpec], *, free: FreeMemory, weights_bytes: int
+    config: EngineConfig,
+    spec: ModelSpec,
+    kv: Mapping[Tier, KVSpec],
+    *,
+    activations: DType,
+    free: FreeMemory,
+    weights_bytes: int,
 ) -> MemoryPlan:
     """Divide the budgets.
 
     Args:
         kv: the KV cache as each tier keeps it, in blocks of one size.
+        activations: the format that is computed in.
         weights_bytes: all parameters.
     Raises:
         ConfigError: a budget is too small for the model; says what is needed.
@@ -73,7 +81,7 @@ def plan_memory(
         max_tokens=config.max_tokens_per_step,
         max_rows=min(config.max_running_requests, config.max_tokens_per_step),
         max_context_len=wanted_len,
-        num_bytes=kv[Tier.GPU].dtype.num_bytes,
+        num_bytes=activations.num_bytes,
     )
     fixed = weights_bytes + workspace
     gpu_budget, dram_budget = _budgets(config, free, fixed)

@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 IMPLEMENTATIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "attend": ("reference", "torch"),
     "merge_states": ("reference", "native"),
+    "linear": ("reference", "torch", "native"),
     "rms_norm": ("reference", "torch"),
     "layer_norm": ("reference", "torch"),
 }
@@ -64,9 +65,22 @@ def _decide(op: str, device_type: str) -> Choice:
         return Choice("torch", "torch's flash and memory-efficient attention; the reference where neither applies")
     if op in ("rms_norm", "layer_norm"):
         return Choice("torch", "one call instead of several")
+    if op == "linear":
+        return _decide_linear(device_type)
     if op == "merge_states" and device_type == "cpu":
         return _decide_native_merge()
     return Choice("reference", f"the only implementation of {op} on {device_type}")
+
+
+def _decide_linear(device_type: str) -> Choice:
+    if device_type != "cpu":
+        return Choice("torch", f"torch's products on {device_type}")
+    try:
+        return Choice(
+            "native", f"compiled module, instruction set {native.isa()}; torch for many rows and other than fp32 x"
+        )
+    except NativeModuleError as error:
+        return Choice("torch", f"no compiled module: {error}")
 
 
 def _decide_native_merge() -> Choice:
