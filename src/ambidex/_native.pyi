@@ -88,7 +88,7 @@ class Matrices:
         self,
         weights: Sequence[npt.NDArray[np.generic]],
         number: str,
-        biases: Sequence[npt.NDArray[np.float32] | None],
+        biases: Sequence[npt.NDArray[np.generic] | None],
     ) -> None: ...
 
 class LinearPool:

@@ -23,7 +23,13 @@ def plan(gpu_memory: int, buckets: tuple[int, ...]) -> MemoryPlan:
     spec = KVSpec.of(SPEC, dtype=DType.BF16, block_size=16)
     config = EngineConfig(model="any", gpu_memory=gpu_memory, max_context_len=512)
     return plan_memory(
-        config, SPEC, {Tier.GPU: spec, Tier.DRAM: spec}, free=FREE, weights_bytes=MIB, graph_buckets=buckets
+        config,
+        SPEC,
+        {Tier.GPU: spec, Tier.DRAM: spec},
+        activations=DType.BF16,
+        free=FREE,
+        weights_bytes=MIB,
+        graph_buckets=buckets,
     )
 
 

@@ -26,13 +26,14 @@ from ambidex.formats.locate import ModelSource, find_model
 from ambidex.formats.spec import read_spec
 from ambidex.hw.memory import read_memory
 from ambidex.hw.topology import read_topology
-from ambidex.kernels.cpu import native
+from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
 from ambidex.kernels.dispatch import choose
+from ambidex.kernels.linear import LinearContext
 from ambidex.kv.manager import KVManager
 from ambidex.models.base import CausalLM
 from ambidex.models.registry import build_model
 from ambidex.models.weights import load_weights, make_dummy_weights
-from ambidex.runner.device import TORCH_DTYPES, choose_device, choose_dtype
+from ambidex.runner.device import TORCH_DTYPES, activation_dtype, choose_device, choose_dtype
 from ambidex.runner.graphs import Capture, CudaCapture, DecodeForm, DecodeSteps, make_buckets
 from ambidex.runner.runner import Forward, ModelRunner, call_model
 from ambidex.runner.sampler import Sampler
@@ -58,6 +59,7 @@ class _Choices:
     dtype: DType
     dtype_why: str
     num_threads: int
+    threads: ThreadPool | None
     kv: KVFormat
     decode_form: DecodeForm
     decode_form_why: str
@@ -131,19 +133,27 @@ def _choose(config: EngineConfig, decode_form: DecodeForm | None) -> _Choices:
     spec = read_spec(source)
     topology = read_topology()
     device = choose_device(config.device)
-    has_bf16 = "avx512_bf16" in topology.cpu_flags
-    dtype, dtype_why = choose_dtype(config.dtype, checkpoint=spec.dtype, device=device, cpu_multiplies_bf16=has_bf16)
+    num_threads = config.num_threads or topology.num_usable_cores
+    threads = _make_threads(num_threads)
+    dtype, dtype_why = choose_dtype(
+        config.dtype,
+        checkpoint=spec.dtype,
+        is_quantized=spec.is_quantized,
+        device=device,
+        has_native=threads is not None,
+    )
     form, form_why = (decode_form, "asked for") if decode_form else _choose_decode_form(config, device)
     has_row_ops = device.type == "cuda" or form is not DecodeForm.ORDINARY
-    kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, native_error=_native_error())
-    weights_bytes = _weights_bytes(spec, dtype)
+    kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
+    weights_bytes = _weights_bytes(spec, dtype, device)
     return _Choices(
         source=source,
         spec=spec,
         device=device,
         dtype=dtype,
         dtype_why=dtype_why,
-        num_threads=config.num_threads or topology.num_usable_cores,
+        num_threads=num_threads,
+        threads=threads,
         kv=kv,
         decode_form=form,
         decode_form_why=form_why,
@@ -151,6 +161,7 @@ def _choose(config: EngineConfig, decode_form: DecodeForm | None) -> _Choices:
             config,
             spec,
             kv.specs,
+            activations=activation_dtype(dtype, device),
             free=_free_memory(device),
             weights_bytes=weights_bytes,
             graph_buckets=_decode_buckets(config) if form is DecodeForm.CAPTURED else (),
@@ -196,13 +207,13 @@ def _make_decode_steps(
     )
 
 
-def _native_error() -> str | None:
-    """Why native CPU ops cannot be used; None if they can."""
+def _make_threads(num_threads: int) -> ThreadPool | None:
+    """The threads of all native ops; None without the compiled module."""
     try:
-        native.isa()
+        return ThreadPool(num_threads)
     except NativeModuleError as error:
-        return str(error)
-    return None
+        logger.warning("native ops are not used: %s", error)
+        return None
 
 
 def _chat_template(config: EngineConfig, tokenizer: Tokenizer) -> ChatTemplate:
@@ -227,9 +238,14 @@ def _eos_ids(spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:
     return named - impossible
 
 
-def _weights_bytes(spec: ModelSpec, dtype: DType) -> int:
+def _weights_bytes(spec: ModelSpec, dtype: DType, device: torch.device) -> int:
     """Bytes of the parameters, counted on a model without storage."""
-    skeleton = build_model(spec, device=torch.device("meta"), dtype=TORCH_DTYPES[dtype])
+    skeleton = build_model(
+        spec,
+        device=torch.device("meta"),
+        dtype=TORCH_DTYPES[dtype],
+        activation_dtype=TORCH_DTYPES[activation_dtype(dtype, device)],
+    )
     return sum(parameter.numel() * parameter.element_size() for parameter in skeleton.parameters())
 
 
@@ -243,7 +259,13 @@ def _free_memory(device: torch.device) -> FreeMemory:
 
 def _load_model(config: EngineConfig, choices: _Choices, progress: Progress | None) -> CausalLM:
     dtype = TORCH_DTYPES[choices.dtype]
-    model = build_model(choices.spec, device=choices.device, dtype=dtype)
+    model = build_model(
+        choices.spec,
+        device=choices.device,
+        dtype=dtype,
+        activation_dtype=TORCH_DTYPES[activation_dtype(choices.dtype, choices.device)],
+        linear=LinearContext(choices.threads if choices.device.type == "cpu" else None),
+    )
     if config.load_format is LoadFormat.DUMMY:
         make_dummy_weights(model, seed=config.seed, device=choices.device, dtype=dtype)
     else:
@@ -255,7 +277,7 @@ def _make_pools(choices: _Choices) -> dict[Tier, KVPool]:
     """The pool of each tier, in the order of its format; those in tile order share their native threads."""
     specs, blocks = choices.kv.specs, choices.memory.num_blocks
     is_tiled = KVOrder.TILES in {spec.order for spec in specs.values()}
-    threads = native.AttentionPool(native.ThreadPool(choices.num_threads)) if is_tiled else None
+    threads = AttentionPool(choices.threads) if is_tiled and choices.threads is not None else None
     is_pinned = choices.device.type == "cuda" and blocks[Tier.DRAM] > 0
     return {
         Tier.GPU: _make_pool(specs, blocks, Tier.GPU, device=choices.device, pinned=False, threads=threads),
@@ -270,7 +292,7 @@ def _make_pool(
     *,
     device: torch.device,
     pinned: bool,
-    threads: native.AttentionPool | None,
+    threads: AttentionPool | None,
 ) -> KVPool:
     if threads is not None and specs[tier].order is KVOrder.TILES:
         return TiledKVPool(specs[tier], tier, blocks[tier], native=threads, pinned=pinned)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ambidex.core.config import EngineConfig
+from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVSpec
@@ -86,6 +87,7 @@ def plan_memory(
     spec: ModelSpec,
     kv: Mapping[Tier, KVSpec],
     *,
+    activations: DType,
     free: FreeMemory,
     weights_bytes: int,
     graph_buckets: Sequence[int] = (),
@@ -94,6 +96,7 @@ def plan_memory(
 
     Args:
         kv: the KV cache as each tier keeps it, in blocks of one size.
+        activations: the format that is computed in.
         weights_bytes: all parameters.
         graph_buckets: rows of the decode steps that are captured as graphs; empty: none are.
     Raises:
@@ -105,9 +108,9 @@ def plan_memory(
         max_tokens=config.max_tokens_per_step,
         max_rows=min(config.max_running_requests, config.max_tokens_per_step),
         max_context_len=wanted_len,
-        num_bytes=kv[Tier.GPU].dtype.num_bytes,
+        num_bytes=activations.num_bytes,
     )
-    graphs = graph_bytes(spec, graph_buckets, num_bytes=kv[Tier.GPU].dtype.num_bytes)
+    graphs = graph_bytes(spec, graph_buckets, num_bytes=activations.num_bytes)
     fixed = weights_bytes + workspace + graphs
     gpu_budget, dram_budget = _budgets(config, free, fixed)
     default_blocks = kv[Tier.GPU].num_blocks(wanted_len) * min(config.max_running_requests, DEFAULT_CONTEXTS)

@@ -19,6 +19,7 @@ IMPLEMENTATIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "merge_states": ("reference", "native", "triton"),
     "rms_norm": ("reference", "torch", "triton"),
     "add_rms_norm": ("reference", "torch", "triton"),
+    "linear": ("reference", "torch", "native"),
     "layer_norm": ("reference", "torch"),
     "rotate_and_store": ("reference", "triton"),
     "silu_mul": ("reference", "triton"),
@@ -71,9 +72,22 @@ def _decide(op: str, device_type: str) -> Choice:
         return _decide_triton(op)
     if op in ("rms_norm", "add_rms_norm", "layer_norm"):
         return Choice("torch", "one call instead of several")
+    if op == "linear":
+        return _decide_linear(device_type)
     if op == "merge_states" and device_type == "cpu":
         return _decide_native_merge()
     return Choice("reference", f"the only implementation of {op} on {device_type}")
+
+
+def _decide_linear(device_type: str) -> Choice:
+    if device_type != "cpu":
+        return Choice("torch", f"torch's products on {device_type}")
+    try:
+        return Choice(
+            "native", f"compiled module, instruction set {native.isa()}; torch for many rows and other than fp32 x"
+        )
+    except NativeModuleError as error:
+        return Choice("torch", f"no compiled module: {error}")
 
 
 def _decide_triton(op: str) -> Choice:

@@ -15,7 +15,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, width: int, eps: float, factory: ParameterFactory) -> None:
         super().__init__()
-        self.weight = factory.new(width)
+        self.weight = factory.new_vector(width)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,8 +35,8 @@ class LayerNorm(nn.Module):
 
     def __init__(self, width: int, eps: float, factory: ParameterFactory) -> None:
         super().__init__()
-        self.weight = factory.new(width)
-        self.bias = factory.new(width)
+        self.weight = factory.new_vector(width)
+        self.bias = factory.new_vector(width)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ambidex.core.model_spec import ModelSpec
 from ambidex.layers.embedding import Embedding
-from ambidex.layers.linear import Linear
+from ambidex.layers.linear import Linear, LinearGroup
 from ambidex.layers.mlp import GatedMLP
 from ambidex.layers.norm import RMSNorm
 from ambidex.layers.parameter import ParameterFactory
@@ -78,13 +78,13 @@ class LlamaAttention(nn.Module):
         self.k_proj = Linear(spec.hidden_size, kv_width, factory, bias=spec.qkv_bias)
         self.v_proj = Linear(spec.hidden_size, kv_width, factory, bias=spec.qkv_bias)
         self.o_proj = Linear(q_width, spec.hidden_size, factory, bias=spec.out_bias)
+        self._qkv = LinearGroup(self.q_proj, self.k_proj, self.v_proj, factory=factory)
         self.layer_idx = layer_idx
         self.q_shape = (-1, spec.num_q_heads, spec.head_dim)
         self.kv_shape = (-1, spec.num_kv_heads, spec.head_dim)
 
     def forward(self, x: Tensor, angles: Angles, attention: AttentionOp) -> Tensor:
-        q = self.q_proj(x).view(self.q_shape)  # [T, Hq, D]
-        k = self.k_proj(x).view(self.kv_shape)  # [T, Hkv, D]
-        v = self.v_proj(x).view(self.kv_shape)  # [T, Hkv, D]
+        q, k, v = self._qkv(x)
+        q, k, v = q.view(self.q_shape), k.view(self.kv_shape), v.view(self.kv_shape)  # [T, Hq, D], twice [T, Hkv, D]
         out = attention.attend(self.layer_idx, q, k, v, angles=angles)  # [T, Hq, D]
         return self.o_proj(out.flatten(1))

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ambidex.core.model_spec import ModelSpec
 from ambidex.layers.embedding import Embedding
-from ambidex.layers.linear import Linear
+from ambidex.layers.linear import Linear, LinearGroup
 from ambidex.layers.mlp import GatedMLP
 from ambidex.layers.norm import RMSNorm
 from ambidex.layers.parameter import ParameterFactory
@@ -78,13 +78,15 @@ class Qwen3Attention(nn.Module):
         self.o_proj = Linear(q_width, spec.hidden_size, factory, bias=spec.out_bias)
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, factory)
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, factory)
+        self._qkv = LinearGroup(self.q_proj, self.k_proj, self.v_proj, factory=factory)
         self.layer_idx = layer_idx
         self.q_shape = (-1, spec.num_q_heads, spec.head_dim)
         self.kv_shape = (-1, spec.num_kv_heads, spec.head_dim)
 
     def forward(self, x: Tensor, angles: Angles, attention: AttentionOp) -> Tensor:
-        q = self.q_proj(x).view(self.q_shape)  # [T, Hq, D]
-        k = self.k_proj(x).view(self.kv_shape)  # [T, Hkv, D]
-        v = self.v_proj(x).view(self.kv_shape)  # [T, Hkv, D]
+        q, k, v = self._qkv(x)
+        q = q.view(self.q_shape)  # [T, Hq, D]
+        k = k.view(self.kv_shape)  # [T, Hkv, D]
+        v = v.view(self.kv_shape)  # [T, Hkv, D]
         out = attention.attend(self.layer_idx, self.q_norm(q), self.k_norm(k), v, angles=angles)  # [T, Hq, D]
         return self.o_proj(out.flatten(1))
