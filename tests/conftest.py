@@ -20,6 +20,8 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("ambidex")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background hands that on to what it starts
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not Path("/dev/nvidiactl").exists():  # Triton reads this when a kernel is defined: no GPU, so it interprets them
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if num_workers > 1:  # torch reads this when it is imported: the workers share the cores instead of fighting
         num_threads = max(1, len(os.sched_getaffinity(0)) // num_workers)

@@ -13,6 +13,7 @@ from ambidex.core.errors import ShapeError
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.step import ScheduledRequest
+from ambidex.kernels import api
 from ambidex.storage.kv_pool import KVPool
 
 _LANES = {Tier.GPU: Lane.GPU, Tier.DRAM: Lane.CPU}
@@ -66,7 +67,9 @@ class TieredAttention:
             for window, view in self._step.views.items()
         }
 
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, angles: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
         """Store K and V of the step, then attend over the old keys on both tiers and the step's own.
 
         NOTE: slots of the step are read only where `build_step` counts an own key among the old ones.
@@ -74,6 +77,7 @@ class TieredAttention:
         Args:
             q: [T, Hq, D]; k, v: [T, Hkv, D], on the accelerator, in one floating format. K and V are rounded to the
                 pools' formats first, so the answer does not depend on when a key is read.
+            angles: cos and sin that q and k are rotated by first; None: they are not.
         Returns:
             [T, Hq, D] in the dtype of q.
         Raises:
@@ -82,6 +86,8 @@ class TieredAttention:
         """
         if q.shape[0] != self._step.num_tokens:
             raise ShapeError(f"q: expected T={self._step.num_tokens} tokens of this step, got {q.shape[0]}")
+        if angles is not None:
+            q, k = api.rotate(q, *angles), api.rotate(k, *angles)
         view, prepared = self._step.views[self._windows[layer_idx]], self._prepared[self._windows[layer_idx]]
         for new in self._step.new_rows:
             self._store(layer_idx, new, k, v)

@@ -46,6 +46,13 @@ class LoadFormat(StrEnum):
     DUMMY = "dummy"
 
 
+class CudaGraphs(StrEnum):
+    """`auto`: decode steps whose keys all lie on a GPU are captured and replayed. `off`: every step is launched."""
+
+    AUTO = "auto"
+    OFF = "off"
+
+
 class SettingKind(StrEnum):
     """How the text of a flag or variable is read."""
 
@@ -123,6 +130,9 @@ class EngineConfig:
         512, SettingKind.INT, "token budget of one step; longer prompts are computed in chunks", unit="tokens", low=1
     )
     max_running_requests: int = _setting(64, SettingKind.INT, "requests computed in one step", unit="requests", low=1)
+    cuda_graphs: CudaGraphs = _setting(
+        CudaGraphs.AUTO, SettingKind.CHOICE, "auto replays decode steps as CUDA graphs where it can; off never does"
+    )
     num_threads: int | None = _setting(
         None,
         SettingKind.INT,
@@ -174,6 +184,7 @@ _CHOICES: Final[Mapping[str, type[StrEnum]]] = {
     "dtype": DTypeChoice,
     "kv_dtype": KVDTypeChoice,
     "load_format": LoadFormat,
+    "cuda_graphs": CudaGraphs,
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ambidex.attention.tiered import TieredAttention
-from ambidex.core.config import EngineConfig, LoadFormat
+from ambidex.core.config import CudaGraphs, EngineConfig, LoadFormat
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError, NativeModuleError
 from ambidex.core.ids import Tier
@@ -27,12 +27,14 @@ from ambidex.formats.spec import read_spec
 from ambidex.hw.memory import read_memory
 from ambidex.hw.topology import read_topology
 from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
+from ambidex.kernels.dispatch import choose
 from ambidex.kernels.linear import LinearContext
 from ambidex.kv.manager import KVManager
 from ambidex.models.base import CausalLM
 from ambidex.models.registry import build_model
 from ambidex.models.weights import load_weights, make_dummy_weights
 from ambidex.runner.device import TORCH_DTYPES, activation_dtype, choose_device, choose_dtype
+from ambidex.runner.graphs import DecodeForm, DecodeSteps, make_buckets
 from ambidex.runner.runner import Forward, ModelRunner, call_model
 from ambidex.runner.sampler import Sampler
 from ambidex.sched.scheduler import Scheduler
@@ -59,6 +61,8 @@ class _Choices:
     num_threads: int
     threads: ThreadPool | None
     kv: KVFormat
+    decode_form: DecodeForm
+    decode_form_why: str
     memory: MemoryPlan
 
 
@@ -68,17 +72,19 @@ def build_engine(
     progress: Progress | None = None,
     forward: Forward = call_model,
     copy: CopyBlock = copy_block,
+    decode_form: DecodeForm | None = None,
 ) -> Engine:
     """Load a model and make it ready to answer.
 
     Args:
         progress: called with (bytes read, bytes in all) while weights load.
         forward, copy: how the model is called and how a block is copied; a test hands in ones that fail.
+        decode_form: how decode steps run; None: as the configuration and the device have it.
     Raises:
         ConfigError, ModelError: the settings or the model cannot be used.
         MachineError: the machine has not what they need.
     """
-    choices = _choose(config)
+    choices = _choose(config, decode_form)
     tokenizer = load_tokenizer(choices.source)
     torch.set_num_threads(choices.num_threads)
     model = _load_model(config, choices, progress)
@@ -103,6 +109,7 @@ def build_engine(
         copies=CopyEngine(pools, copy=copy),
         device=choices.device,
         forward=forward,
+        decode_steps=_make_decode_steps(config, choices, model, pools[Tier.GPU], forward),
     )
     return Engine(
         core=EngineCore(scheduler=scheduler, executor=runner),
@@ -119,7 +126,7 @@ def build_engine(
     )
 
 
-def _choose(config: EngineConfig) -> _Choices:
+def _choose(config: EngineConfig, decode_form: DecodeForm | None) -> _Choices:
     source = find_model(config.model)
     spec = read_spec(source)
     topology = read_topology()
@@ -133,7 +140,9 @@ def _choose(config: EngineConfig) -> _Choices:
         device=device,
         has_native=threads is not None,
     )
-    kv = choose_kv_format(config, spec, dtype=dtype, is_cuda=device.type == "cuda", has_native=threads is not None)
+    form, form_why = (decode_form, "asked for") if decode_form else _choose_decode_form(config, device)
+    has_row_ops = device.type == "cuda" or form is not DecodeForm.ORDINARY
+    kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
     weights_bytes = _weights_bytes(spec, dtype, device)
     return _Choices(
         source=source,
@@ -144,6 +153,8 @@ def _choose(config: EngineConfig) -> _Choices:
         num_threads=num_threads,
         threads=threads,
         kv=kv,
+        decode_form=form,
+        decode_form_why=form_why,
         memory=plan_memory(
             config,
             spec,
@@ -151,7 +162,41 @@ def _choose(config: EngineConfig) -> _Choices:
             activations=activation_dtype(dtype, device),
             free=_free_memory(device),
             weights_bytes=weights_bytes,
+            graph_buckets=_decode_buckets(config) if form is DecodeForm.CAPTURED else (),
         ),
+    )
+
+
+def _choose_decode_form(config: EngineConfig, device: torch.device) -> tuple[DecodeForm, str]:
+    """How decode steps run, and the reason."""
+    if config.cuda_graphs is CudaGraphs.OFF:
+        return DecodeForm.ORDINARY, "CUDA graphs are off"
+    if device.type != "cuda":
+        return DecodeForm.ORDINARY, "CUDA graphs need a GPU"
+    for op in ("attend_paged", "rotate_and_store"):
+        choice = choose(op, device.type)
+        if choice.name != "triton":
+            return DecodeForm.ORDINARY, f"CUDA graphs need the Triton kernel of {op}: {choice.reason}"
+    return DecodeForm.CAPTURED, "decode steps whose keys all lie on the GPU are replayed as CUDA graphs"
+
+
+def _decode_buckets(config: EngineConfig) -> tuple[int, ...]:
+    return make_buckets(min(config.max_running_requests, config.max_tokens_per_step))
+
+
+def _make_decode_steps(
+    config: EngineConfig, choices: _Choices, model: CausalLM, pool: KVPool, forward: Forward
+) -> DecodeSteps | None:
+    if choices.decode_form is DecodeForm.ORDINARY or pool.num_blocks == 0:
+        return None
+    return DecodeSteps(
+        model=model,
+        spec=choices.spec,
+        forward=forward,
+        pool=pool,
+        buckets=_decode_buckets(config),
+        max_context_len=choices.memory.max_context_len,
+        is_captured=choices.decode_form is DecodeForm.CAPTURED,
     )
 
 
@@ -261,6 +306,7 @@ def _report(config: EngineConfig, choices: _Choices, pools: dict[Tier, KVPool]) 
         ReportRow(section="compute", name="device", value=str(choices.device)),
         ReportRow(section="compute", name="dtype", value=choices.dtype.value, why=choices.dtype_why),
         ReportRow(section="compute", name="threads", value=str(choices.num_threads)),
+        ReportRow(section="compute", name="decode", value=choices.decode_form.value, why=choices.decode_form_why),
         ReportRow(
             section="kv",
             name="max_context_len",

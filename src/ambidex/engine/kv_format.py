@@ -20,13 +20,13 @@ class KVFormat:
 
 
 def choose_kv_format(
-    config: EngineConfig, spec: ModelSpec, *, dtype: DType, is_cuda: bool, has_native: bool
+    config: EngineConfig, spec: ModelSpec, *, dtype: DType, has_row_ops: bool, has_native: bool
 ) -> KVFormat:
     """The format of both tiers.
 
     Args:
         dtype: the format of weights, which K and V have unless `config.kv_dtype` names another.
-        is_cuda: the accelerator is a GPU: its tier keeps rows in `dtype`, as its own ops read them.
+        has_row_ops: the accelerator is a GPU, or plays one: its tier keeps rows in `dtype`, as its own ops read them.
         has_native: the compiled module loads.
     Raises:
         ConfigError: int8 is asked for, and the tiers in host memory cannot be in tile order.
@@ -36,7 +36,7 @@ def choose_kv_format(
     if host_dtype is DType.INT8 and order is not KVOrder.TILES:
         raise ConfigError(f"--kv-dtype int8 needs K and V in tile order, but {why}")
     host = KVSpec.of(spec, dtype=host_dtype, block_size=config.block_size, order=order)
-    gpu = KVSpec.of(spec, dtype=dtype, block_size=config.block_size) if is_cuda else host
+    gpu = KVSpec.of(spec, dtype=dtype, block_size=config.block_size) if has_row_ops else host
     return KVFormat(specs={Tier.GPU: gpu, Tier.DRAM: host}, why=why)
 
 

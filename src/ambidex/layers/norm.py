@@ -21,6 +21,12 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return api.rms_norm(x, self.weight, self.eps)
 
+    def of_sum(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`x + update` (None: x itself), which is the residual stream, and its norm, which the next block reads."""
+        if update is None:
+            return x, self(x)
+        return api.add_rms_norm(x, update, self.weight, self.eps)
+
 
 class LayerNorm(nn.Module):
     """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`. Source: arXiv:1607.06450, equation 4."""
