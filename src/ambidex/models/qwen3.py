@@ -85,8 +85,7 @@ class Qwen3Attention(nn.Module):
 
     def forward(self, x: Tensor, angles: Angles, attention: AttentionOp) -> Tensor:
         q, k, v = self._qkv(x)
-        q = q.view(self.q_shape)  # [T, Hq, D]
-        k = k.view(self.kv_shape)  # [T, Hkv, D]
-        v = v.view(self.kv_shape)  # [T, Hkv, D]
-        out = attention.attend(self.layer_idx, self.q_norm(q), self.k_norm(k), v, angles=angles)  # [T, Hq, D]
+        q = self.q_norm(q.view(self.q_shape))  # [T, Hq, D]
+        k = self.k_norm(k.view(self.kv_shape))  # [T, Hkv, D]
+        out = attention.attend(self.layer_idx, q, k, v.view(self.kv_shape), angles=angles)  # [T, Hq, D]
         return self.o_proj(out.flatten(1))
