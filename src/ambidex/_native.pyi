@@ -152,3 +152,29 @@ class AttentionPool:
         first_key: int,
         rows: npt.NDArray[np.generic],
     ) -> None: ...
+
+class AttentionScript:
+    """The CPU lane of a captured step: see `ambidex.kernels.cpu.native.AttentionScript`; words are [L, 16]."""
+
+    def __init__(
+        self,
+        pool: AttentionPool,
+        asked: npt.NDArray[np.int32],
+        answered: npt.NDArray[np.int32],
+        *,
+        isa: str | None = None,
+    ) -> None: ...
+    def add_layer(
+        self,
+        q: npt.NDArray[np.generic],
+        q_number: str,
+        k: npt.NDArray[np.generic],
+        v: npt.NDArray[np.generic],
+        number: str,
+        k_scales: npt.NDArray[np.generic] | None,
+        v_scales: npt.NDArray[np.generic] | None,
+        scale: float,
+        out: npt.NDArray[np.float32],
+        lse: npt.NDArray[np.float32],
+    ) -> None: ...
+    def run(self, batches: Sequence[KeyBatch], limit_s: float) -> int: ...

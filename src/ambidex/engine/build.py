@@ -111,7 +111,7 @@ def build_engine(
         copies=CopyEngine(pools, copy=copy),
         device=choices.device,
         forward=forward,
-        decode_steps=_make_decode_steps(config, choices, model, pools[Tier.GPU], forward, capture),
+        decode_steps=_make_decode_steps(config, choices, model, pools, forward, capture),
     )
     return Engine(
         core=EngineCore(scheduler=scheduler, executor=runner),
@@ -190,17 +190,17 @@ def _make_decode_steps(
     config: EngineConfig,
     choices: _Choices,
     model: CausalLM,
-    pool: KVPool,
+    pools: dict[Tier, KVPool],
     forward: Forward,
     capture: Callable[[], Capture],
 ) -> DecodeSteps | None:
-    if choices.decode_form is DecodeForm.ORDINARY or pool.num_blocks == 0:
+    if choices.decode_form is DecodeForm.ORDINARY or pools[Tier.GPU].num_blocks == 0:
         return None
     return DecodeSteps(
         model=model,
         spec=choices.spec,
         forward=forward,
-        pool=pool,
+        pools=pools,
         buckets=_decode_buckets(config),
         max_context_len=choices.memory.max_context_len,
         capture=capture() if choices.decode_form is DecodeForm.CAPTURED else None,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ambidex.attention.tiered import TieredAttention
-from ambidex.core.errors import InternalError
+from ambidex.core.errors import InternalError, LaneError
 from ambidex.core.ids import Lane, RequestId
 from ambidex.core.step import SampledToken, StepPlan, StepResult
 from ambidex.models.base import AttentionOp, CausalLM
@@ -82,7 +82,7 @@ class ModelRunner:
         """Compute the plan's tokens and carry out its moves.
 
         A request for which the accelerator has no memory left fails, the largest of the step first; the others are
-        computed again without it.
+        computed again without it. All requests of a step fail whose lanes lost each other.
         """
         clock = SectionClock()
         for request_id in plan.finished_requests:
@@ -102,6 +102,10 @@ class ModelRunner:
                 failures[largest.request_id] = f"no memory left on the accelerator for this request: {error}"
                 logger.warning("request %s failed: out of accelerator memory", largest.request_id)
                 plan = replace(plan, requests=tuple(r for r in plan.requests if r is not largest))
+            except LaneError as error:
+                failures |= {request.request_id: str(error) for request in plan.requests}
+                logger.warning("the requests of a step failed: %s", error)
+                break
         clock.seconds["total"] = clock.total()
         return StepResult(
             tokens=computed.tokens,
