@@ -37,6 +37,35 @@ def merge_states(
 def exp2(x: npt.NDArray[np.float32], y: npt.NDArray[np.float32], *, isa: str | None = None) -> None:
     """2^x of each number, as the attention kernels compute it, for tests: x [n], y [n]."""
 
+def rms_norm(
+    x: npt.NDArray[np.float32],
+    weight: npt.NDArray[np.float32],
+    eps: float,
+    y: npt.NDArray[np.float32],
+    *,
+    isa: str | None = None,
+) -> None:
+    """x / sqrt(mean(x²) + eps) · weight over the last axis, into y of the same shape."""
+
+def silu_mul(
+    gate: npt.NDArray[np.float32],
+    up: npt.NDArray[np.float32],
+    y: npt.NDArray[np.float32],
+    *,
+    isa: str | None = None,
+) -> None:
+    """silu(gate) · up, into y of the same shape."""
+
+def rotate(
+    x: npt.NDArray[np.float32],
+    cos: npt.NDArray[np.float32],
+    sin: npt.NDArray[np.float32],
+    y: npt.NDArray[np.float32],
+    *,
+    isa: str | None = None,
+) -> None:
+    """Turn the first numbers of each head of x [T, H, D] by cos and sin [T, dim/2], into y."""
+
 class KeyBatch:
     """Which keys each request of a step sees: see `ambidex.kernels.cpu.native.KeyBatch`.
 

@@ -4,9 +4,9 @@
     bucket     1  2  4  4  8   8  16  16  24   24         with a row of padding
 
 A step has this form if each request has one new token whose block lies on the accelerator; others take the ordinary
-path. Where older keys lie in DRAM the CPU lane answers each layer (`attention/handover.py`), and the step has a graph
-of its own. The first step of a bucket runs as it is, which is its answer and warms everything up, and is captured behind
-that. If capturing fails, graphs are given up with one warning, and every step takes the ordinary path.
+path. Where older keys lie in DRAM the CPU lane answers each layer (`attention/handover.py`), and the step has a graph of
+its own. The first step of a bucket runs as it is, which is its answer and warms everything up, and is then captured. If
+capturing fails, graphs are given up with one warning, and every step takes the ordinary path.
 """
 
 import logging

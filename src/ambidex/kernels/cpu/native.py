@@ -68,18 +68,19 @@ def merge_states(
     check_loaded()
     check_shapes(out_a=(out_a, "T Hq D"), lse_a=(lse_a, "T Hq"), out_b=(out_b, "T Hq D"), lse_b=(lse_b, "T Hq"))
     _check_layout(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
-    rows = (lse.numel(), out.shape[2])  # [R, D]
+    # numpy's empty and torch's from_numpy take a third of the time of torch's empty and numpy().
+    out, lse = np.empty(out_a.shape, np.float32), np.empty(lse_a.shape, np.float32)
+    rows = (lse.size, out_a.shape[2])  # [R, D]
     _native.merge_states(
-        out_a.detach().numpy().reshape(rows),
-        lse_a.detach().numpy().reshape(-1),
-        out_b.detach().numpy().reshape(rows),
-        lse_b.detach().numpy().reshape(-1),
-        out.numpy().reshape(rows),
-        lse.numpy().reshape(-1),
+        out_a.numpy().reshape(rows),
+        lse_a.numpy().reshape(-1),
+        out_b.numpy().reshape(rows),
+        lse_b.numpy().reshape(-1),
+        out.reshape(rows),
+        lse.reshape(-1),
         isa=isa,
     )
-    return out, lse
+    return torch.from_numpy(out), torch.from_numpy(lse)
 
 
 def padded_dim(head_dim: int) -> int:
