@@ -87,6 +87,7 @@ class Handover:
         self._lse_there = torch.empty(heads[:2], dtype=torch.float32, device=device)
         # [asked or answered, L, words of a cache line]
         self._flags = torch.zeros(2, spec.num_layers, WORD_STRIDE, dtype=torch.int32, pin_memory=is_cuda)
+        self._host_flags = self._flags.numpy()  # the same memory
         self._launched = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # torch has no types here
         self._script = AttentionScript(pool.native, self._flags[0], self._flags[1])
         for layer_idx in range(spec.num_layers):
@@ -120,7 +121,7 @@ class Handover:
         while self._launched is not None and not self._launched.query():  # type: ignore[no-untyped-call]  # torch has no types here
             if time.monotonic() > end:
                 raise LaneError(f"the accelerator did not end its last step within {WAIT_LIMIT_S:.0f} s")
-        self._flags.zero_()
+        self._host_flags[:] = 0
 
     def mark_launched(self) -> None:
         """Say that a whole step has been launched."""
@@ -142,11 +143,17 @@ class Handover:
             num_answered = self._script.run(batches, limit_s=WAIT_LIMIT_S)
         finally:
             if num_answered < num_layers:
-                self._flags[1, :, 0] = 1
+                self._host_flags[1, :, 0] = 1
         if num_answered < num_layers:
             raise LaneError(
                 f"the accelerator sent no queries of layer {num_answered} to the CPU lane within {WAIT_LIMIT_S:.0f} s"
             )
+
+    def answer_alone(self, batches: Sequence[KeyBatch]) -> None:
+        """Do the CPU lane's part with the queries that are there; nothing else may be under way."""
+        self.reset()
+        self._host_flags[0, :, 0] = 1
+        self.answer(batches)
 
     @contextmanager
     def answering(self, batches: Sequence[KeyBatch]) -> Iterator[None]:
@@ -168,7 +175,7 @@ class Handover:
         try:
             yield
         except BaseException:
-            self._flags[0, :, 0] = 1  # what was not launched will never ask: the CPU lane need not wait for it
+            self._host_flags[0, :, 0] = 1  # what was not launched will never ask: the CPU lane need not wait for it
             raise
         finally:
             self.mark_launched()

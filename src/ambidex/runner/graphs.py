@@ -4,7 +4,7 @@
     bucket     1  2  4  4  8   8  16  16  24   24         with a row of padding
 
 A step has this form if each request has one new token whose block lies on the accelerator; others take the ordinary
-path. Where older keys lie in DRAM the CPU lane answers each layer (`attention/handover.py`), and the step has a graph of
+path. Where older keys lie in DRAM the CPU lane answers each layer (`attention/handover.py`); such a step has a graph of
 its own. The first step of a bucket runs as it is, which is its answer and warms everything up, and is then captured. If
 capturing fails, graphs are given up with one warning, and every step takes the ordinary path.
 """
@@ -27,7 +27,7 @@ from ambidex.core.errors import LaneError
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.step import ScheduledRequest
-from ambidex.kernels.cpu.native import KeyBatch
+from ambidex.kernels.cpu.native import KeyBatch, ThreadPool
 from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.runner.input_batch import InputBatch
 from ambidex.storage.kv_pool import KVPool
@@ -130,7 +130,7 @@ class DecodeSteps:
 
         Cost: a copy of a few KiB to the device and one launch; waits for nothing.
         """
-        num_rows = next((size for size in self._buckets if size >= len(requests)), None)
+        num_rows = self._bucket(len(requests))
         if self._is_given_up or num_rows is None or not self._batch.try_prepare(requests, num_rows):
             return None
         is_replayed = self._run(num_rows)
@@ -166,6 +166,21 @@ class DecodeSteps:
             handover.mark_launched()
             handover.answer(batches)
         return True
+
+    @property
+    def dram_threads(self) -> ThreadPool | None:
+        """Who attends over keys in DRAM; None if no such step has a fixed form."""
+        return self._dram.native.threads if self._dram is not None else None
+
+    def answer_alone(self, num_requests: int) -> None:
+        """Do the CPU lane's part of the last step once more, as if all its queries were there: for benchmarks."""
+        batches, num_rows = self._layer_batches(), self._bucket(num_requests)
+        assert batches is not None, "the last step had no keys in DRAM"
+        assert num_rows is not None, "more requests than a step takes"
+        self._handover(num_rows).answer_alone(batches)
+
+    def _bucket(self, num_requests: int) -> int | None:
+        return next((size for size in self._buckets if size >= num_requests), None)
 
     def _launch(self, num_rows: int, handover: Handover | None, batches: Sequence[KeyBatch] | None) -> None:
         """Run a step without a graph."""

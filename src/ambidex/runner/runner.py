@@ -75,7 +75,7 @@ class ModelRunner:
         self._copies = copies
         self._device = device
         self._forward = forward
-        self._decode_steps = decode_steps
+        self.decode_steps = decode_steps
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -115,11 +115,11 @@ class ModelRunner:
             seconds=clock.seconds,
             lane_bytes=computed.lane_bytes,
             is_replayed=computed.is_replayed,
-            num_graph_failures=self._decode_steps.num_failures if self._decode_steps is not None else 0,
+            num_graph_failures=self.decode_steps.num_failures if self.decode_steps is not None else 0,
         )
 
     def _compute(self, plan: StepPlan, clock: SectionClock) -> _Computed:
-        output = self._decode_steps.try_run(plan.requests) if self._decode_steps is not None else None
+        output = self.decode_steps.try_run(plan.requests) if self.decode_steps is not None else None
         if output is not None:
             clock.lap("forward")
             return self._finish_decode(plan, output, clock)

@@ -169,6 +169,7 @@ class AttentionPool:
     """
 
     def __init__(self, threads: ThreadPool) -> None:
+        self.threads = threads
         self.native = _native.AttentionPool(threads.native)
 
     def attend_blocks(
