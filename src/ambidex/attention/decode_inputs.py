@@ -7,8 +7,8 @@ that one copy brings them to the device:
     last_blocks  num_streamed  (first_key  num_keys) of each window        int32
 
 and by two block tables [rows, M], which stay on the device: the accelerator's blocks, and those in DRAM that it
-streams. A row's newest block is written into the first table by the step itself (`table_places`, `last_blocks`), so that a
-context that grows costs no copy of its own. Padding has slot −1 (nothing is stored) and no keys.
+streams. A row's newest block is written into the first table by the step itself (`table_places`, `last_blocks`), so
+that a context that grows costs no copy of its own. Padding has slot −1 (nothing is stored) and no keys.
 """
 
 from collections.abc import Mapping, Sequence
