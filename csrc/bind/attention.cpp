@@ -2,6 +2,7 @@
 #include "ops/attention.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
@@ -9,6 +10,8 @@
 #include <cstdint>
 #include <optional>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "bind/arrays.h"
 #include "bind/attention.h"
@@ -127,11 +130,12 @@ void bind_attend(AttentionPool& self, const ConstBytes<3>& q, std::string_view q
 using Words = Array<std::int32_t, 2>;
 
 void make_script(AttentionScript* self, AttentionPool& pool, const Words& asked, const Words& answered,
-                 std::optional<std::string_view> isa) {
-  check_size("asked", "a word in each cache line", asked, 1, AttentionScript::kWordStride);
-  check_size("answered", "a word in each cache line", answered, 1, AttentionScript::kWordStride);
-  check_size("answered", "the layers of asked", answered, 0, asked.shape(0));
-  new (self) AttentionScript(pool, choose_isa(isa), asked.data(), answered.data(), asked.shape(0));
+                 const Words& streamed, std::optional<std::string_view> isa) {
+  for (const Words* words : {&asked, &answered, &streamed}) {
+    check_size("words", "a word in each cache line", *words, 1, AttentionScript::kWordStride);
+    check_size("words", "the layers of asked", *words, 0, asked.shape(0));
+  }
+  new (self) AttentionScript(pool, choose_isa(isa), asked.data(), answered.data(), streamed.data(), asked.shape(0));
 }
 
 void bind_add_layer(AttentionScript& self, const ConstBytes<3>& q, std::string_view q_number, const ConstBytes<4>& k,
@@ -142,14 +146,15 @@ void bind_add_layer(AttentionScript& self, const ConstBytes<3>& q, std::string_v
   self.add_layer(make_call(q, q_number, k, v, number, k_scales, v_scales, scale, out, lse));
 }
 
-std::size_t bind_run(AttentionScript& self, const std::vector<const KeyBatch*>& batches, double limit_s) {
+std::pair<std::size_t, std::size_t> bind_run(AttentionScript& self, const std::vector<const KeyBatch*>& batches, double limit_s) {
   AMBIDEX_CHECK(self.layers().size() == self.num_layers() && batches.size() == self.num_layers(), "run: expected ",
                 self.num_layers(), " layers and batches, got ", self.layers().size(), " and ", batches.size());
   AMBIDEX_CHECK(limit_s >= 0.0 && limit_s <= 3600.0, "limit_s: expected 0 to 3600 seconds, got ", limit_s);
   for (std::size_t layer = 0; layer < batches.size(); ++layer) check_batch(self.layers()[layer], *batches[layer]);
   const auto limit = std::chrono::microseconds(static_cast<std::int64_t>(limit_s * 1e6));
   nb::gil_scoped_release release;
-  return self.run(batches, limit);
+  const AttentionScript::Outcome outcome = self.run(batches, limit);
+  return {outcome.num_answered, outcome.num_last};
 }
 
 void bind_store_rows(AttentionPool& self, std::string_view part, const Bytes<4>& pool, const Ids& slots,
@@ -218,8 +223,9 @@ void bind_attention(nb::module_& m) {
       .def("gather_rows", &bind_gather_rows, "part"_a, "pool"_a.noconvert(), "block_ids"_a.noconvert(), "first_key"_a,
            "rows"_a.noconvert());
   nb::class_<AttentionScript>(m, "AttentionScript")
-      .def("__init__", &make_script, "pool"_a, "asked"_a.noconvert(), "answered"_a.noconvert(), nb::kw_only(),
-           "isa"_a = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
+      .def("__init__", &make_script, "pool"_a, "asked"_a.noconvert(), "answered"_a.noconvert(),
+           "streamed"_a.noconvert(), nb::kw_only(), "isa"_a = nb::none(), nb::keep_alive<1, 2>(),
+           nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>())
       .def("add_layer", &bind_add_layer, "q"_a.noconvert(), "q_number"_a, "k"_a.noconvert(), "v"_a.noconvert(),
            "number"_a, "k_scales"_a.noconvert().none(), "v_scales"_a.noconvert().none(), "scale"_a,
            "out"_a.noconvert(), "lse"_a.noconvert(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(),

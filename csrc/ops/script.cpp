@@ -25,13 +25,17 @@ bool AttentionScript::wait(std::size_t layer, std::chrono::microseconds limit) c
   return __atomic_load_n(word, __ATOMIC_ACQUIRE) != 0;
 }
 
-std::size_t AttentionScript::run(const std::vector<const KeyBatch*>& batches, std::chrono::microseconds limit) {
+AttentionScript::Outcome AttentionScript::run(const std::vector<const KeyBatch*>& batches,
+                                              std::chrono::microseconds limit) {
+  Outcome outcome{0, 0};
   for (std::size_t layer = 0; layer < num_layers_; ++layer) {
-    if (!wait(layer, limit)) return layer;
+    if (!wait(layer, limit)) return outcome;
     pool_.attend(isa_, calls_[layer], *batches[layer]);
+    outcome.num_last += __atomic_load_n(streamed_ + layer * kWordStride, __ATOMIC_ACQUIRE) != 0;
     __atomic_store_n(answered_ + layer * kWordStride, 1, __ATOMIC_RELEASE);
+    ++outcome.num_answered;
   }
-  return num_layers_;
+  return outcome;
 }
 
 }  // namespace ambidex

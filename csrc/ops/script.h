@@ -17,19 +17,24 @@ class AttentionScript {
   // Words lie a cache line apart, so that the accelerator's writes and the CPU's do not share one.
   static constexpr std::size_t kWordStride = 16;
 
-  // asked, answered: words of each layer, kWordStride apart; both must outlive the script. A word is 0 until the
-  // accelerator has written the layer's queries, or the CPU its answer, and 1 from then on.
+  // asked, answered, streamed: words of each layer, kWordStride apart; they must outlive the script. A word is 0 until
+  // the accelerator has written the layer's queries, the CPU its answer, or the accelerator has ended its own part of
+  // the layer's attention, and 1 from then on.
   AttentionScript(AttentionPool& pool, Isa isa, const std::int32_t* asked, std::int32_t* answered,
-                  std::size_t num_layers)
-      : pool_(pool), isa_(isa), asked_(asked), answered_(answered), num_layers_(num_layers) {}
+                  const std::int32_t* streamed, std::size_t num_layers)
+      : pool_(pool), isa_(isa), asked_(asked), answered_(answered), streamed_(streamed), num_layers_(num_layers) {}
 
   std::size_t num_layers() const { return num_layers_; }
   const std::vector<AttendCall>& layers() const { return calls_; }
   void add_layer(const AttendCall& call) { calls_.push_back(call); }
 
-  // batches: the keys of each layer. Returns how many layers were answered: fewer than all if the queries of one did
-  // not come within `limit`.
-  std::size_t run(const std::vector<const KeyBatch*>& batches, std::chrono::microseconds limit);
+  struct Outcome {
+    std::size_t num_answered;  // layers: fewer than all if the queries of one did not come in time
+    std::size_t num_last;      // layers in which the CPU's answer came after the accelerator's part had ended
+  };
+
+  // batches: the keys of each layer; limit: how long to wait for the queries of a layer.
+  Outcome run(const std::vector<const KeyBatch*>& batches, std::chrono::microseconds limit);
 
  private:
   bool wait(std::size_t layer, std::chrono::microseconds limit) const;
@@ -38,6 +43,7 @@ class AttentionScript {
   Isa isa_;
   const std::int32_t* asked_;
   std::int32_t* answered_;
+  const std::int32_t* streamed_;
   std::size_t num_layers_;
   std::vector<AttendCall> calls_;
 };

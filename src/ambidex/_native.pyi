@@ -190,6 +190,7 @@ class AttentionScript:
         pool: AttentionPool,
         asked: npt.NDArray[np.int32],
         answered: npt.NDArray[np.int32],
+        streamed: npt.NDArray[np.int32],
         *,
         isa: str | None = None,
     ) -> None: ...
@@ -206,4 +207,4 @@ class AttentionScript:
         out: npt.NDArray[np.float32],
         lse: npt.NDArray[np.float32],
     ) -> None: ...
-    def run(self, batches: Sequence[KeyBatch], limit_s: float) -> int: ...
+    def run(self, batches: Sequence[KeyBatch], limit_s: float) -> tuple[int, int]: ...

@@ -24,11 +24,11 @@ class World:
         self.k, self.v = (torch.randn(shape, generator=generator) for _ in range(2))
         self.packed_k, self.packed_v = kv_tiles.pack_k(self.k), kv_tiles.pack_v(self.v)
         self.queries = torch.randn(NUM_LAYERS, NUM_ROWS, NUM_HEADS, DIM, generator=generator)
-        self.words = torch.zeros(2, NUM_LAYERS, WORD_STRIDE, dtype=torch.int32)
+        self.words = torch.zeros(3, NUM_LAYERS, WORD_STRIDE, dtype=torch.int32)
         self.q = torch.empty(NUM_ROWS, NUM_HEADS, DIM)
         self.out, self.lse = torch.empty_like(self.q), torch.empty(NUM_ROWS, NUM_HEADS)
         self.threads = ThreadPool(num_threads)
-        self.script = AttentionScript(AttentionPool(self.threads), self.words[0], self.words[1])
+        self.script = AttentionScript(AttentionPool(self.threads), *self.words)
         for layer in range(NUM_LAYERS):
             self.script.add_layer(
                 self.q, self.packed_k[layer], self.packed_v[layer], scale=0.2, k_scales=None, v_scales=None,
@@ -65,7 +65,7 @@ def test_each_layer_is_answered_after_it_was_asked_step_after_step(num_threads: 
     world = World(num_threads)
     for _ in range(3):
         world.words.zero_()
-        ended: list[int] = []
+        ended: list[tuple[int, int]] = []
         lane = threading.Thread(
             target=lambda ended=ended: ended.append(world.script.run([world.batch()] * NUM_LAYERS, limit_s=60))
         )
@@ -77,14 +77,15 @@ def test_each_layer_is_answered_after_it_was_asked_step_after_step(num_threads: 
             torch.testing.assert_close(out, wanted_out, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(lse, wanted_lse, rtol=1e-5, atol=1e-5)
         lane.join()
-        assert ended == [NUM_LAYERS]
+        assert ended == [(NUM_LAYERS, 0)]
 
 
 def test_queries_that_do_not_come_end_the_script_with_the_layers_answered() -> None:
     world = World()
     world.q.copy_(world.queries[0])
     world.words[0, :2, 0] = 1
-    assert world.script.run([world.batch()] * NUM_LAYERS, limit_s=0.01) == 2
+    world.words[2, 1, 0] = 1  # the accelerator has ended its part of layer 1
+    assert world.script.run([world.batch()] * NUM_LAYERS, limit_s=0.01) == (2, 1)
     assert world.words[1, :, 0].tolist() == [1, 1, 0, 0, 0]
 
 
@@ -108,6 +109,6 @@ def test_more_layers_than_words_are_refused() -> None:
 
 
 def test_words_that_share_a_cache_line_are_refused() -> None:
-    words = torch.zeros(2, 3, 1, dtype=torch.int32)
+    words = torch.zeros(3, 3, 1, dtype=torch.int32)
     with pytest.raises(ShapeError, match="a word in each cache line"):
-        AttentionScript(AttentionPool(ThreadPool(1)), words[0], words[1])
+        AttentionScript(AttentionPool(ThreadPool(1)), *words)

@@ -78,7 +78,8 @@ class DecodeBatch:
         self._inputs = inputs
         self._block_size = block_size
         self._has_cpu_lane = has_cpu_lane
-        self._stream_share = stream_share if inputs.windows == (None,) else 0.0
+        self.stream_share = stream_share if inputs.windows == (None,) else 0.0
+        """May be changed between steps."""
         self._contexts: dict[RequestId, _Context] = {}
         self._sent: list[_SentRow | None] = [None] * inputs.max_rows
         self._row_starts = np.arange(inputs.max_rows, dtype=np.int64) * inputs.max_blocks
@@ -228,11 +229,11 @@ class DecodeBatch:
 
         The last step's serve again while no block moved and no window cuts them.
         """
-        batched = (num_rows, *[(id(context), id(context.blocks)) for context in contexts])
+        batched = (num_rows, self.stream_share, *[(id(context), id(context.blocks)) for context in contexts])
         old = self.key_batches if self._inputs.windows == (None,) and self._batched == batched else None
         blocks = [context.tiers[Tier.DRAM] for context in contexts]
         num_blocks = np.array([item.num for item in blocks], np.int64)
-        num_streamed = (num_blocks * self._stream_share).astype(np.int64)
+        num_streamed = (num_blocks * self.stream_share).astype(np.int64)
         host = self._inputs.host(num_rows)
         host.num_streamed[: len(blocks)] = num_streamed * self._block_size
         host.num_streamed[len(blocks) :] = 0

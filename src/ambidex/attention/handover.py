@@ -88,11 +88,13 @@ class Handover:
         self._q_there, self._out_there, self._lse_there = (
             view_on_gpu(buffer) if is_cuda else buffer for buffer in (self._q, self._out, self._lse)
         )
-        # [asked or answered, L, words of a cache line]
-        self._flags = torch.zeros(2, spec.num_layers, WORD_STRIDE, dtype=torch.int32, pin_memory=is_cuda)
+        # [asked, answered or streamed, L, words of a cache line]
+        self._flags = torch.zeros(3, spec.num_layers, WORD_STRIDE, dtype=torch.int32, pin_memory=is_cuda)
         self._host_flags = self._flags.numpy()  # the same memory
+        self.num_last = 0
+        """Layers of the last step in which the CPU lane's answer came after the accelerator's own part had ended."""
         self._launched = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # torch has no types here
-        self._script = AttentionScript(pool.native, self._flags[0], self._flags[1])
+        self._script = AttentionScript(pool.native, *self._flags)
         for layer_idx in range(spec.num_layers):
             k, v = pool.layer(layer_idx)
             k_scales, v_scales = pool.scales(layer_idx)
@@ -105,6 +107,10 @@ class Handover:
         """Launch: bring rotated queries [B, Hq, D] to the CPU lane."""
         torch.add(q, 0, out=self._q_there)  # a kernel; copy_ would be a job for the copy engine, which is slower
         self._words.write(self._flags[0, layer_idx, :1])
+
+    def mark_streamed(self, layer_idx: int) -> None:
+        """Launch: say that the accelerator has ended its own part of a layer's attention."""
+        self._words.write(self._flags[2, layer_idx, :1])
 
     def receive(self, layer_idx: int) -> AttentionState:
         """Launch: wait for the CPU lane's answer. It is read over the link, and valid until the next layer's."""
@@ -141,7 +147,7 @@ class Handover:
         num_layers = self._flags.shape[1]
         num_answered = 0
         try:
-            num_answered = self._script.run(batches, limit_s=WAIT_LIMIT_S)
+            num_answered, self.num_last = self._script.run(batches, limit_s=WAIT_LIMIT_S)
         finally:
             if num_answered < num_layers:
                 self._host_flags[1, :, 0] = 1

@@ -43,4 +43,5 @@ class HybridAttention:
         state = self._paged.attend_pool(layer_idx, q)
         if self._streamed is not None:
             state = merge(state, self._streamed.attend(layer_idx, q))
+            self._handover.mark_streamed(layer_idx)
         return merge(state, self._handover.receive(layer_idx)).out.to(q.dtype)

@@ -18,6 +18,11 @@ from ambidex.storage.tiled_pool import TiledKVPool
 _PROBE_BYTES: Final = 512 * 2**20
 """Larger than the caches of a server CPU's cores, which would answer instead of DRAM."""
 _NUM_PROBES: Final = 3
+_FIRST_STEP: Final = 0.1
+_LAST_STEP: Final = 0.01
+"""Relative steps of the share: the last is about what one block of a hundred makes."""
+_LEAST_SHARE: Final = 0.01
+"""So that the share can grow again."""
 
 
 class StreamPool:
@@ -51,6 +56,36 @@ class StreamedAttention:
         k, v = self._pool.layers[layer_idx]
         out, lse = api.attend_tiles(q, k, v, self._rows.stream_table, self._rows.num_streamed, scale=self._scale)
         return AttentionState(out, lse)
+
+
+class LaneBalance:
+    """Follows the lanes: moves keys towards the one that ends first, in steps that shrink when the direction turns.
+
+    Source: sign-based steps as in Rprop (Riedmiller and Braun, 1993), for one number.
+
+    Args:
+        share: of the keys in DRAM that the stream lane takes at first, above 0.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self._step = _FIRST_STEP
+        self._direction = 0
+
+    def update(self, cpu_last: float) -> float:
+        """The share for the next step.
+
+        Args:
+            cpu_last: share of the last step's layers in which the CPU lane ended last.
+        """
+        direction = 1 if cpu_last > 0.5 else -1
+        if direction == -self._direction:
+            self._step = max(self._step / 2, _LAST_STEP)
+        elif self._direction:
+            self._step = min(self._step * 1.1, _FIRST_STEP)
+        self._direction = direction
+        self.share = min(max(self.share * (1 + direction * self._step), _LEAST_SHARE), 1.0)
+        return self.share
 
 
 def can_stream(spec: ModelSpec, pool: TiledKVPool, *, dtype: torch.dtype) -> str | None:

@@ -214,6 +214,7 @@ def _make_decode_steps(
         buckets=_decode_buckets(config),
         max_context_len=choices.memory.max_context_len,
         stream_share=stream_share,
+        follows_lanes=config.stream_percent is None,
         capture=capture() if choices.decode_form is DecodeForm.CAPTURED else None,
     )
 

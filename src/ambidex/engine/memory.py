@@ -113,9 +113,13 @@ def plan_memory(
     graphs = graph_bytes(spec, graph_buckets, num_bytes=activations.num_bytes)
     fixed = weights_bytes + workspace + graphs
     gpu_budget, dram_budget = _budgets(config, free, fixed)
-    default_blocks = kv[Tier.GPU].num_blocks(wanted_len) * min(config.max_running_requests, DEFAULT_CONTEXTS)
+    context_blocks = kv[Tier.GPU].num_blocks(wanted_len)
+    most_blocks = context_blocks * config.max_running_requests
+    default_blocks = context_blocks * min(config.max_running_requests, DEFAULT_CONTEXTS)
     gpu_block_bytes, dram_block_bytes = kv[Tier.GPU].bytes_per_block, kv[Tier.DRAM].bytes_per_block
-    gpu_blocks = _gpu_blocks(config, kv[Tier.GPU], gpu_budget - fixed, default_blocks)
+    gpu_blocks = _gpu_blocks(
+        config, kv[Tier.GPU], gpu_budget - fixed, default_blocks if config.gpu_memory is None else most_blocks
+    )
     if gpu_blocks < 0 or gpu_budget < fixed:
         raise ConfigError(
             f"--gpu-memory {format_size(gpu_budget)} is too small: weights take {format_size(weights_bytes)}, "
@@ -123,7 +127,9 @@ def plan_memory(
             f"{format_size(fixed + gpu_block_bytes)}, or a smaller --max-tokens-per-step, --max-running-requests or "
             f"--max-context-len"
         )
-    dram_blocks = max(0, min(dram_budget // dram_block_bytes, default_blocks))
+    dram_blocks = max(
+        0, min(dram_budget // dram_block_bytes, default_blocks if config.dram_memory is None else most_blocks)
+    )
     num_blocks = {Tier.GPU: gpu_blocks, Tier.DRAM: dram_blocks}
     max_len, reason = _context_len(config, spec, kv[Tier.DRAM], num_blocks)
     ledger = MemoryLedger(

@@ -23,7 +23,7 @@ from ambidex.attention.decode_inputs import DecodeInputs
 from ambidex.attention.handover import Handover
 from ambidex.attention.hybrid import HybridAttention
 from ambidex.attention.paged import PagedAttention
-from ambidex.attention.streamed import StreamedAttention, StreamPool
+from ambidex.attention.streamed import LaneBalance, StreamedAttention, StreamPool
 from ambidex.core.errors import LaneError
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.model_spec import ModelSpec
@@ -85,6 +85,7 @@ class DecodeSteps:
         buckets: numbers of rows, ascending.
         max_context_len: tokens; bounds the block table.
         stream_share: of the keys in DRAM that the stream lane reads, 0 to 1; needs what `can_stream` asks for.
+        follows_lanes: that share changes from step to step so that the lanes end together.
         capture: how a step is captured, `CudaCapture()` or a test's; None: each step is launched anew.
     """
 
@@ -98,6 +99,7 @@ class DecodeSteps:
         buckets: Sequence[int],
         max_context_len: int,
         stream_share: float,
+        follows_lanes: bool,
         capture: Capture | None,
     ) -> None:
         self._model = model
@@ -107,6 +109,7 @@ class DecodeSteps:
         self._pools = dict(pools)
         self._dram = dram if isinstance(dram, TiledKVPool) and dram.num_blocks else None
         self._handovers: dict[int, Handover] = {}
+        self._balance = LaneBalance(stream_share) if follows_lanes and stream_share > 0 else None
         self._stream = StreamPool(self._dram, pool.device) if self._dram is not None and stream_share > 0 else None
         self._buckets = tuple(buckets)
         self._capture = capture
@@ -171,6 +174,8 @@ class DecodeSteps:
             replay()
             handover.mark_launched()
             handover.answer(batches)
+            if self._balance is not None:
+                self._batch.stream_share = self._balance.update(handover.num_last / self._spec.num_layers)
         return True
 
     @property

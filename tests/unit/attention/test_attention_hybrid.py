@@ -11,7 +11,7 @@ from ambidex.attention.decode_inputs import DecodeInputs
 from ambidex.attention.handover import Handover
 from ambidex.attention.hybrid import HybridAttention
 from ambidex.attention.paged import PagedAttention
-from ambidex.attention.streamed import StreamedAttention, StreamPool
+from ambidex.attention.streamed import LaneBalance, StreamedAttention, StreamPool
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import LaneError
 from ambidex.core.ids import BlockId, RequestId, Tier
@@ -138,3 +138,13 @@ def test_an_accelerator_that_never_asks_is_a_lane_error_and_its_waits_end(monkey
     with pytest.raises(LaneError, match="no queries of layer 0"):
         world.handover.answer([world.batch.key_batches[None]] * NUM_LAYERS)
     world.handover.receive(2)  # would wait for ever if the word were not set
+
+
+@pytest.mark.parametrize("first", [0.02, 0.36, 1.0])
+@pytest.mark.parametrize("link", [5.0, 36.0, 100.0])
+def test_balance_finds_the_share_at_which_both_lanes_end_together(link: float, first: float) -> None:
+    dram = 90.0
+    balance = LaneBalance(first)
+    for _ in range(200):
+        balance.update(1.0 if (1 - balance.share) / dram > balance.share / link else 0.0)
+    assert balance.share == pytest.approx(link / (link + dram), rel=0.05)

@@ -289,19 +289,21 @@ class AttentionScript:
 
     Args:
         pool: who attends.
-        asked, answered: [L, 16] int32 in CPU memory, a word for each layer at [layer, 0]: 0 until the accelerator has
-            written the queries, or the CPU its answer, 1 from then on. Who starts a step sets them to 0.
+        asked, answered, streamed: [L, 16] int32 in CPU memory, a word for each layer at [layer, 0]: 0 until the
+            accelerator has written the queries, the CPU its answer, or the accelerator has ended its own part of the
+            layer's attention; 1 from then on. Who starts a step sets them to 0.
     Raises:
         NativeModuleError: the compiled module is missing or does not load.
         ShapeError: the words have another shape.
     """
 
-    def __init__(self, pool: AttentionPool, asked: Tensor, answered: Tensor) -> None:
+    def __init__(self, pool: AttentionPool, asked: Tensor, answered: Tensor, streamed: Tensor) -> None:
         try:
-            self._native = _native.AttentionScript(pool.native, asked.numpy(), answered.numpy())
+            words = (asked.numpy(), answered.numpy(), streamed.numpy())
+            self._native = _native.AttentionScript(pool.native, *words)
         except (TypeError, ValueError) as error:
             raise ShapeError(f"attention script: {error}") from error
-        self._kept: list[tuple[Tensor, ...]] = [(asked, answered)]
+        self._kept: list[tuple[Tensor, ...]] = [(asked, answered, streamed)]
 
     def add_layer(
         self,
@@ -333,14 +335,15 @@ class AttentionScript:
             raise ShapeError(f"attention script: {error}") from error
         self._kept.append((q, k_pool, v_pool, out, lse))
 
-    def run(self, batches: Sequence[KeyBatch], *, limit_s: float) -> int:
+    def run(self, batches: Sequence[KeyBatch], *, limit_s: float) -> tuple[int, int]:
         """Answer a step.
 
         Args:
             batches: the keys of each layer.
             limit_s: how long to wait for the queries of a layer.
         Returns:
-            How many layers were answered: fewer than all if the queries of one did not come in time.
+            How many layers were answered, fewer than all if the queries of one did not come in time; and in how many
+            the answer came after the accelerator's own part had ended.
         Raises:
             ShapeError: a batch does not fit its layer.
         Cost: lasts as long as the step, the GIL released.
