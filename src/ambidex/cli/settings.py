@@ -206,6 +206,9 @@ SAMPLING_SETTINGS: Final = tuple(
         ("ignore_eos", read_switch, "", "go on after an end-of-text token"),
         ("logprobs", optional_reader(read_int), "N", f"log-probabilities, also of the n ≤ {MAX_LOGPROBS} likeliest"),
         ("logit_bias", read_bias, "ID=BIAS", "added to the logit of a token, −100 to 100 (repeatable)"),
+        ("json_schema", optional_reader(read_text), "JSON", "the answer is JSON that fits this schema"),
+        ("regex", optional_reader(read_text), "PATTERN", "the answer matches this regular expression"),
+        ("grammar", optional_reader(read_text), "TEXT", "the answer fits this grammar, in llguidance's Lark form"),
     )
 )  # fmt: skip
 """The fields of `SamplingParams`."""

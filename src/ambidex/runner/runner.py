@@ -112,7 +112,7 @@ class ModelRunner:
             return {}, {}
         logits = self._model.logits(hidden[batch.sampled_rows])  # [B, V] fp32
         clock.lap("forward")
-        tokens, failures = self._sampler.sample(logits, batch.sampled_ids)
+        tokens, failures = self._sampler.sample(logits, batch.sampled_ids, batch.allowed_tokens)
         clock.lap("sample")
         return tokens, failures
 
