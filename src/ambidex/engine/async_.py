@@ -25,7 +25,7 @@ from ambidex.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS: Final = 3
-"""A step that fails harms the requests in it; after so many without a computed token between, the machine is to blame."""
+"""A step that fails harms the requests in it; after so many with no token computed between, the machine is to blame."""
 
 Reply = RequestOutput | AmbidexError
 Put = Callable[[Reply], None]

@@ -11,8 +11,8 @@ from ambidex.engine.stats import EngineStats
 class EngineStatus:
     """Counters as of the last step, and where the engine's thread is now.
 
-    `last_token_s` is a time of `time.monotonic`, None before the first token. `capacity_bytes` is what the KV pools hold,
-    `weights_bytes` what the parameters take, on each tier.
+    `last_token_s` is a time of `time.monotonic`, None before the first token. `capacity_bytes` is what the KV pools
+    hold, `weights_bytes` what the parameters take, on each tier.
     """
 
     stats: EngineStats
