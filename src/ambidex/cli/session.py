@@ -1,4 +1,4 @@
-"""What `generate`, `chat` and `serve` share: the options of a run, the model's name, and the engine for as long as it runs."""
+"""What `generate`, `chat` and `serve` share: options of a run, the model's name, the engine for as long as it runs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

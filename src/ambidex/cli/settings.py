@@ -2,7 +2,7 @@
 
     flag  >  environment AMBIDEX_*  >  file  >  default
 
-A default is stated in `EngineConfig`, `SamplingParams` or `ServerConfig`; `max_output_tokens` alone has another one here.
+A default is stated in the dataclass; `max_output_tokens` alone has another one here.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Owner(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One field of `EngineConfig`, `SamplingParams` or `ServerConfig`. `metavar` is its unit, or else its type, as help shows it."""
+    """One field of one of the dataclasses. `metavar` is its unit, or else its type, as help shows it."""
 
     name: str
     owner: Owner
@@ -231,7 +231,7 @@ SAMPLING_SETTINGS: Final = tuple(
 """The fields of `SamplingParams`."""
 
 RUN_SETTINGS: Final = (*ENGINE_SETTINGS, *(setting for setting in SAMPLING_SETTINGS if setting.name != "seed"))
-"""Those of a run at the terminal. `--seed` is the engine's: requests without a seed of their own make theirs from it."""
+"""Those of a run at the terminal. `--seed` is the engine's: requests without one of their own make theirs from it."""
 SERVE_SETTINGS: Final = (*SERVER_SETTINGS, *ENGINE_SETTINGS)
 """Those of a server: requests bring their sampling with them."""
 FLAG_SETTINGS: Final = (*RUN_SETTINGS, *SERVER_SETTINGS)

@@ -161,7 +161,8 @@ def check_settings(config: Any) -> None:
             continue
         match kind:
             case SettingKind.CHOICE:
-                value = _choice(item.name, value, type(item.default))
+                choices: Any = type(item.default)
+                value = _choice(item.name, value, choices)
             case SettingKind.SIZE | SettingKind.INT:
                 value = parse_size(value) if kind is SettingKind.SIZE and isinstance(value, str) else value
                 _check_number(item.name, value, low=item.metadata["low"] or 0, high=item.metadata["high"])

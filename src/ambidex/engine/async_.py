@@ -82,6 +82,11 @@ class AsyncLLM:
         return self._engine.max_context_len
 
     @property
+    def chat_template_source(self) -> str | None:
+        """Text of the chat template that is used; None: there is none."""
+        return self._engine.chat_template.source
+
+    @property
     def fault(self) -> AmbidexError | None:
         """Why the engine takes no requests any more; None while it does."""
         return self._fatal
