@@ -65,7 +65,7 @@ def run_server(config: "ServerConfig", engine: EngineConfig) -> None:
     from ambidex.cli.show import say
     from ambidex.server.main import serve
 
-    version = package_version("ambidex") or ""
+    version = package_version("ambidex") or "0"
     serve(config, engine, version=version, on_bound=lambda url: say(f"{url} listens, {engine.model} is loading"))
 
 

@@ -57,7 +57,7 @@ class ServerApp:
         *,
         names: Sequence[str],
         api_keys: Sequence[str],
-        version: str = "",
+        version: str = "0",
         on_failed: Callable[[], None] = lambda: None,
     ) -> None:
         self.service = service

@@ -316,11 +316,9 @@ async def _aside(num_chars: int, work: Callable[[], T]) -> T:
 
 
 def _encode(llm: AsyncLLM, text: str | list[int]) -> list[int]:
-    if not isinstance(text, str):
-        return text
     if not text:
-        raise bad_request("the prompt is empty: give at least one character", param="prompt")
-    return llm.tokenizer.encode(text)
+        raise bad_request("the prompt is empty: give at least one character or token", param="prompt")
+    return llm.tokenizer.encode(text) if isinstance(text, str) else text
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

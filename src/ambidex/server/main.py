@@ -32,7 +32,7 @@ def serve(
     engine_config: EngineConfig,
     *,
     make: MakeEngine | None = None,
-    version: str = "",
+    version: str = "0",
     on_bound: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Serve a model until SIGTERM or Ctrl-C.
