@@ -42,8 +42,8 @@ def make_grammar(
 ) -> str | None:
     """The grammar (in llguidance's Lark form) that an answer with tools is held to; None: it is free.
 
-    `required` or a named function hold it to calls. With `auto` it is free until it begins a call, which is then held to
-    the schemas, if a function is `strict`.
+    `required` or a named function hold it to calls. With `auto` it is free until it begins a call, which is then held
+    to the schemas, if a function is `strict`.
     """
     is_forced = choice == "required" or isinstance(choice, NamedTool)
     if not is_forced and not any(tool.function.strict for tool in tools):
