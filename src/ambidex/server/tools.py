@@ -99,7 +99,8 @@ class ToolReader:
         return (held, []) if calls is None else ("", self._count(calls))
 
     def _push_hermes(self) -> tuple[str, list[ToolCall]]:
-        text, calls = "", []
+        calls: list[ToolCall] = []
+        text = ""
         while True:
             start = self._held.find(_OPEN)
             if start < 0:
