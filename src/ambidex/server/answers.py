@@ -29,6 +29,7 @@ class _Choice:
     request: Request
     latest: RequestOutput | None = None
     last_token_s: float | None = None
+    num_tokens: int = 0
     is_finished: bool = False
 
 
@@ -45,7 +46,6 @@ class Answer:
         self.id = answer_id
         self.begun_s = time.monotonic()
         self.first_token_s: float | None = None
-        self.num_output_tokens = 0
         self.finish_reasons: list[str] = ["open"] * len(requests)
         self._service = service
         self._metrics = metrics
@@ -65,6 +65,11 @@ class Answer:
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompts, each counted once for each choice."""
         return sum(len(choice.request.prompt_token_ids) for choice in self._choices)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all choices so far."""
+        return sum(choice.num_tokens for choice in self._choices)
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -168,9 +173,8 @@ class Answer:
         elif output.token_ids:
             self._metrics.first_token_s.observe(now - self.begun_s)
             self.first_token_s = self.first_token_s or now
-        choice.last_token_s = now
+        choice.last_token_s, choice.num_tokens = now, len(output.token_ids)
         if output.finish_reason is not None:
-            self.num_output_tokens += len(output.token_ids)
             self.finish_reasons[idx] = output.finish_reason.value
 
 

@@ -30,7 +30,9 @@ from ambidex.server.stream import ClientGoneError
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready"})
-"""Served without a key, and not logged: they say nothing of prompts and answers."""
+"""Served without a key: they say nothing of prompts and answers."""
+QUIET_PATHS: Final = OPEN_PATHS | {"/metrics", "/v1/ambidex/status"}
+"""Asked again and again by machines: logged only when they fail."""
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _CLIENT_GONE: Final = 499
 """Nobody reads it: for log and metrics."""
@@ -184,7 +186,7 @@ class Gate:
         route = getattr(scope.get("route"), "path", "unknown")
         self._metrics.requests.labels(route, str(record.status)).inc()
         self._metrics.request_s.labels(route).observe(seconds)
-        if scope["path"] in OPEN_PATHS and record.status < 400:
+        if scope["path"] in QUIET_PATHS and record.status in (200, 503):
             return
         values = {
             "id": record.request_id,

@@ -98,13 +98,15 @@ class DrainingServer(uvicorn.Server):
         await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal: drain; a second Ctrl-C ends at once."""
+        """A signal: drain, which is how a server ends (exit code 0); a second Ctrl-C ends at once."""
+        del frame
         is_second = self.should_exit
         drain_s = INTERRUPT_DRAIN_S if sig == signal.SIGINT else self._drain_s
         if self._loop is not None and not is_second:
             logger.info("%s: open answers may run on for %g s", signal.Signals(sig).name, drain_s)
             self._loop.call_soon_threadsafe(self._drain, drain_s)
-        super().handle_exit(sig, frame)
+        self.force_exit = is_second and sig == signal.SIGINT
+        self.should_exit = True
 
     def stop(self) -> None:
         """End the server: its engine cannot be mended."""

@@ -181,17 +181,18 @@ function render(now) {
 }
 
 function tierRow(name, tier) {
-  const total = tier.weights_bytes + tier.capacity_bytes || 1;
+  const total = tier.capacity_bytes || 1;
   const row = make("div", `row ${name}`);
   const head = document.createElement("span");
-  head.append(make("b", "", name.toUpperCase()), make("em", "", `${bytes(tier.kv_bytes)} of ${bytes(tier.capacity_bytes)} KV`));
+  head.append(make("b", "", name.toUpperCase()), make("em", "", `KV ${bytes(tier.kv_bytes)} of ${bytes(tier.capacity_bytes)}`));
   const bar = make("div", "bar");
-  bar.append(part("weights", tier.weights_bytes / total), part("kv", tier.kv_bytes / total));
+  bar.append(part("kv", tier.kv_bytes / total));
   const mark = make("i", "mark");
-  mark.style.left = `calc(${(100 * (tier.weights_bytes + tier.peak_kv_bytes)) / total}% - 2px)`;
+  mark.style.left = `calc(${(100 * tier.peak_kv_bytes) / total}% - 2px)`;
   if (tier.peak_kv_bytes) bar.append(mark);
   bar.title = `weights ${bytes(tier.weights_bytes)}, KV ${bytes(tier.kv_bytes)}, at most ${bytes(tier.peak_kv_bytes)}`;
   row.append(head, bar);
+  if (tier.weights_bytes) row.append(make("em", "", `and ${bytes(tier.weights_bytes)} of weights`));
   return row;
 }
 
