@@ -23,7 +23,7 @@ from ambidex.hw.memory import read_memory
 from ambidex.hw.topology import read_topology
 
 REPO: Final = Path(__file__).resolve().parent.parent
-PACKAGES: Final = ("ambidex", "torch", "transformers", "llama-cpp-python", "numpy", "gguf")
+PACKAGES: Final = ("ambidex", "torch", "triton", "transformers", "llama-cpp-python", "numpy", "gguf")
 QUIET_CORES: Final = 0.15
 """Others below this many cores count as quiet: with 2 cores it bounds their effect to about 8 %, half of the 15 % by
 which the clock of the shared machines moves anyway (research/packages.md, opening)."""

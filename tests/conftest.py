@@ -1,6 +1,7 @@
 """What all tests share: hypothesis' profiles, PyTorch's share of the cores, real English text."""
 
 import os
+import signal
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -17,10 +18,16 @@ def pytest_configure(config: pytest.Config) -> None:
         # No deadline: the cores are shared. A failure prints the line that reproduces it; CI draws the same examples.
         settings.register_profile("ambidex", deadline=None, print_blob=True, derandomize="CI" in os.environ)
         settings.load_profile("ambidex")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background hands that on to what it starts
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if num_workers > 1:  # torch reads this when it is imported: the workers share the cores instead of fighting
         num_threads = max(1, len(os.sched_getaffinity(0)) // num_workers)
         os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+    import torch  # only now: see above
+
+    if not torch.cuda.is_available():  # Triton reads this when a kernel is defined: without a GPU it interprets them
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ambidex.core.model_spec import ModelSpec
+from ambidex.kernels import api
 
 
 class DenseAttention:
@@ -23,7 +24,11 @@ class DenseAttention:
     def begin(self, lengths: Sequence[int]) -> None:
         self._lengths = tuple(lengths)
 
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, angles: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        if angles is not None:
+            q, k = api.rotate(q, *angles), api.rotate(k, *angles)
         lengths = list(self._lengths)
         assert sum(lengths) == len(q), f"begin() was told {lengths} tokens, the model hands over {len(q)}"
         parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)

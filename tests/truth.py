@@ -19,6 +19,21 @@ def naive_attend(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor)
     return out.transpose(0, 1), torch.logsumexp(scores, -1).transpose(0, 1)
 
 
+def plain_int8_attend(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor) -> Tensor:
+    """Attention with q and the probabilities (times the scales of V) rounded to 8 bits, one scale each; see above."""
+
+    def rounded(x: Tensor) -> Tensor:
+        step = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+        return (x / step).round() * step
+
+    group_size = q.shape[1] // k.shape[0]
+    k, v = k.repeat_interleave(group_size, 0), v.repeat_interleave(group_size, 0)
+    scores = (rounded(q).transpose(0, 1) @ k.transpose(1, 2) * scale).masked_fill(~visible, -torch.inf)
+    v_scales = v.abs().amax(-1)  # [Hq, S]
+    probs = torch.softmax(scores, -1) * v_scales[:, None, :]
+    return (rounded(probs) @ (v / v_scales.clamp_min(1e-30)[..., None])).transpose(0, 1)
+
+
 def assert_within_twice_plain(got: Tensor, plain: Tensor, truth: Tensor, *, num_roundings: int = 1) -> None:
     """Check a result against the same arithmetic in fp64, with the error of plain torch as the yardstick.
 

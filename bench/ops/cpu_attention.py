@@ -53,7 +53,7 @@ def main() -> int:
     """Measure, print, record."""
     options = parse_options()
     threads = [n for n in options.threads if n <= read_topology().num_usable_cores]
-    pools = {n: native.AttentionPool(n) for n in threads}
+    pools = {n: native.ThreadPool(n) for n in threads}
     memory = huge_bytes(int(options.gib * 2**30))
     fill(memory)
     with watch_others() as others:
@@ -120,7 +120,7 @@ def fill(memory: Tensor) -> None:
         part.copy_(piece[: part.numel()])
 
 
-def read_rate(pool: native.AttentionPool, memory: Tensor, *, num_runs: int = NUM_RUNS) -> float:
+def read_rate(pool: native.ThreadPool, memory: Tensor, *, num_runs: int = NUM_RUNS) -> float:
     """Bytes/s of plain reads with all of the pool's threads, the best run."""
     part = memory[: part_bytes(memory, pool.num_threads)]
     return part.numel() / min(measure_seconds(lambda: pool.read(part), num_warmups=1, num_runs=num_runs))
@@ -131,10 +131,11 @@ def part_bytes(memory: Tensor, threads: int) -> int:
     return min(memory.numel(), 2**30 * max(1, threads // 2))
 
 
-def measure(case: Case, pool: native.AttentionPool, memory: Tensor, ceiling: float) -> dict[str, object]:
+def measure(case: Case, threads: native.ThreadPool, memory: Tensor, ceiling: float) -> dict[str, object]:
     """Time passes over the memory and print the line of a case."""
     calls = make_calls(case, memory[: max(part_bytes(memory, case.threads), 2 * case.call_bytes)])
     scale = case.head_dim**-0.5
+    pool = native.AttentionPool(threads)
 
     def run() -> None:
         for q, k, v, scales, batch in calls:

@@ -1,8 +1,6 @@
 // ambidex._native, attention over tiled pools: typed arrays in, checks, GIL released around each op. No arithmetic here.
 #include "ops/attention.h"
 
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string_view.h>
 
@@ -11,6 +9,7 @@
 #include <optional>
 #include <string_view>
 
+#include "bind/arrays.h"
 #include "bind/attention.h"
 #include "core/check.h"
 
@@ -20,40 +19,12 @@ using namespace nb::literals;
 namespace ambidex {
 namespace {
 
-// Elements of a pool are plain bytes here (numpy has no bf16): what they are says a name.
-template <std::size_t kDims>
-using ConstBytes = nb::ndarray<nb::ro, nb::ndim<kDims>, nb::c_contig, nb::device::cpu>;
-template <std::size_t kDims>
-using Bytes = nb::ndarray<nb::ndim<kDims>, nb::c_contig, nb::device::cpu>;
-template <class Scalar, std::size_t kDims>
-using Array = nb::ndarray<Scalar, nb::ndim<kDims>, nb::c_contig, nb::device::cpu>;
 using Ids = Array<const std::int64_t, 1>;
 using Scales = Array<const float, 3>;
-
-Number find_number(std::string_view name) {
-  if (name == "fp32") return Number::kFp32;
-  if (name == "bf16") return Number::kBf16;
-  if (name == "fp16") return Number::kFp16;
-  AMBIDEX_CHECK(name == "int8", "number: expected fp32, bf16, fp16 or int8, got \"", name, "\"");
-  return Number::kInt8;
-}
-
-std::size_t size_of(Number number) { return number == Number::kFp32 ? 4 : number == Number::kInt8 ? 1 : 2; }
 
 KVPart find_part(std::string_view name) {
   AMBIDEX_CHECK(name == "k" || name == "v", "part: expected k or v, got \"", name, "\"");
   return name == "k" ? KVPart::kK : KVPart::kV;
-}
-
-template <class A>
-void check_itemsize(const char* name, const A& array, std::size_t size) {
-  AMBIDEX_CHECK(array.itemsize() == size, name, ": expected numbers of ", size, " bytes, got ", array.itemsize());
-}
-
-template <class A>
-void check_size(const char* name, const char* axis, const A& array, std::size_t dim, std::size_t size) {
-  AMBIDEX_CHECK(array.shape(dim) == size, name, ": expected ", size, " for ", axis, " (axis ", dim, "), got ",
-                array.shape(dim));
 }
 
 std::size_t padded(std::size_t head_dim) { return (head_dim + 31) / 32 * 32; }
@@ -131,7 +102,7 @@ void bind_attend(AttentionPool& self, const ConstBytes<3>& q, std::string_view q
   call.scale = scale;
   call.out = out.data();
   call.lse = lse.data();
-  const Isa chosen = isa ? find_isa(*isa) : best_isa();
+  const Isa chosen = choose_isa(isa);
   nb::gil_scoped_release release;
   self.attend(chosen, call, batch);
 }
@@ -144,7 +115,7 @@ void bind_store_rows(AttentionPool& self, std::string_view part, const Bytes<4>&
   check_size("rows", "Hkv", rows, 1, pool.shape(0));
   check_ids("slots", slots, to.num_blocks * to.tiles.block_size);
   nb::gil_scoped_release release;
-  std::lock_guard<std::mutex> lock(self.mutex());
+  std::lock_guard<std::mutex> lock(self.threads().mutex());
   store_rows(self.threads(), to, static_cast<char*>(pool.data()), slots.data(), slots.shape(0),
              static_cast<const char*>(rows.data()));
 }
@@ -157,7 +128,7 @@ void bind_pack_blocks(AttentionPool& self, std::string_view part, const Bytes<4>
   check_size("rows", "the rows of the blocks", rows, 1, block_ids.shape(0) * to.tiles.block_size);
   check_ids("block_ids", block_ids, to.num_blocks);
   nb::gil_scoped_release release;
-  std::lock_guard<std::mutex> lock(self.mutex());
+  std::lock_guard<std::mutex> lock(self.threads().mutex());
   pack_blocks(self.threads(), to, static_cast<char*>(pool.data()), block_ids.data(), block_ids.shape(0),
               static_cast<const char*>(rows.data()));
 }
@@ -172,21 +143,14 @@ void bind_gather_rows(AttentionPool& self, std::string_view part, const ConstByt
   AMBIDEX_CHECK(first_key <= num_there && rows.shape(1) <= num_there - first_key, "rows: ", rows.shape(1), " from ",
                 first_key, " on do not lie in ", block_ids.shape(0), " blocks of ", from.tiles.block_size);
   nb::gil_scoped_release release;
-  std::lock_guard<std::mutex> lock(self.mutex());
+  std::lock_guard<std::mutex> lock(self.threads().mutex());
   gather_rows(self.threads(), from, static_cast<const char*>(pool.data()), block_ids.data(), first_key, rows.shape(1),
               static_cast<char*>(rows.data()));
 }
 
-std::uint64_t bind_read(AttentionPool& self, const Array<const std::uint8_t, 1>& bytes,
-                        std::optional<std::string_view> isa) {
-  const Isa chosen = isa ? find_isa(*isa) : best_isa();
-  nb::gil_scoped_release release;
-  return self.read(chosen, reinterpret_cast<const char*>(bytes.data()), bytes.shape(0));
-}
-
 void bind_exp2(const Array<const float, 1>& x, const Array<float, 1>& y, std::optional<std::string_view> isa) {
   check_size("y", "the numbers of x", y, 0, x.shape(0));
-  exp2_each(isa ? find_isa(*isa) : best_isa(), x.data(), y.data(), x.shape(0));
+  exp2_each(choose_isa(isa), x.data(), y.data(), x.shape(0));
 }
 
 }  // namespace
@@ -199,9 +163,7 @@ void bind_attention(nb::module_& m) {
       .def_prop_ro("num_rows", &KeyBatch::num_rows)
       .def_prop_ro("block_size", &KeyBatch::block_size);
   nb::class_<AttentionPool>(m, "AttentionPool")
-      .def(nb::init<std::size_t, std::size_t>(), nb::kw_only(), "num_threads"_a, "spin_us"_a)
-      .def_prop_ro("num_threads", [](AttentionPool& self) { return self.threads().num_threads(); })
-      .def_prop_ro("num_pin_failures", [](AttentionPool& self) { return self.threads().num_pin_failures(); })
+      .def(nb::init<ThreadPool&>(), "threads"_a, nb::keep_alive<1, 2>())
       .def("attend_blocks", &bind_attend, "q"_a.noconvert(), "q_number"_a, "k"_a.noconvert(), "v"_a.noconvert(),
            "number"_a, "k_scales"_a.noconvert().none(), "v_scales"_a.noconvert().none(), "batch"_a, "scale"_a,
            "out"_a.noconvert(), "lse"_a.noconvert(), nb::kw_only(), "isa"_a = nb::none())
@@ -209,8 +171,7 @@ void bind_attention(nb::module_& m) {
       .def("pack_blocks", &bind_pack_blocks, "part"_a, "pool"_a.noconvert(), "block_ids"_a.noconvert(),
            "rows"_a.noconvert())
       .def("gather_rows", &bind_gather_rows, "part"_a, "pool"_a.noconvert(), "block_ids"_a.noconvert(), "first_key"_a,
-           "rows"_a.noconvert())
-      .def("read", &bind_read, "bytes"_a.noconvert(), nb::kw_only(), "isa"_a = nb::none());
+           "rows"_a.noconvert());
   m.def("exp2", &bind_exp2, "x"_a.noconvert(), "y"_a.noconvert(), nb::kw_only(), "isa"_a = nb::none());
 }
 

@@ -1,6 +1,4 @@
 // ambidex._native: typed arrays in, checks, GIL released around each op. No arithmetic here.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
@@ -12,7 +10,10 @@
 #include <string_view>
 #include <vector>
 
+#include "bind/arrays.h"
 #include "bind/attention.h"
+#include "bind/linear.h"
+#include "bind/threads.h"
 #include "core/check.h"
 #include "ops/merge.h"
 #include "simd/isa.h"
@@ -23,8 +24,6 @@ using namespace nb::literals;
 namespace ambidex {
 namespace {
 
-template <class Scalar, std::size_t kDims>
-using Array = nb::ndarray<Scalar, nb::ndim<kDims>, nb::c_contig, nb::device::cpu>;
 using ConstMatrix = Array<const float, 2>;
 using ConstRow = Array<const float, 1>;
 using Matrix = Array<float, 2>;
@@ -52,8 +51,6 @@ void check_overlap(const char* in_name, const In& in, const char* out_name, cons
   AMBIDEX_CHECK(same || apart, out_name, ": overlaps ", in_name, " in part; pass the same array or another one");
 }
 
-Isa choose(std::optional<std::string_view> isa) { return isa ? find_isa(*isa) : best_isa(); }
-
 void bind_merge_states(const ConstMatrix& out_a, const ConstRow& lse_a, const ConstMatrix& out_b, const ConstRow& lse_b,
                        const Matrix& out, const Row& lse, std::optional<std::string_view> isa) {
   const std::size_t rows = out_a.shape(0);
@@ -67,7 +64,7 @@ void bind_merge_states(const ConstMatrix& out_a, const ConstRow& lse_a, const Co
   check_overlap("out_b", out_b, "out", out);
   check_overlap("lse_a", lse_a, "lse", lse);
   check_overlap("lse_b", lse_b, "lse", lse);
-  const Isa chosen = choose(isa);
+  const Isa chosen = choose_isa(isa);
   const ConstState a{out_a.data(), lse_a.data()};
   const ConstState b{out_b.data(), lse_b.data()};
   const State merged{out.data(), lse.data()};
@@ -93,5 +90,7 @@ NB_MODULE(_native, m) {
   m.def("merge_states", &ambidex::bind_merge_states, "out_a"_a.noconvert(), "lse_a"_a.noconvert(),
         "out_b"_a.noconvert(), "lse_b"_a.noconvert(), "out"_a.noconvert(), "lse"_a.noconvert(), nb::kw_only(),
         "isa"_a = nb::none());
+  ambidex::bind_threads(m);
   ambidex::bind_attention(m);
+  ambidex::bind_linear(m);
 }

@@ -21,6 +21,12 @@ void pause() {
 #endif
 }
 
+// Waits a little for other threads; one of them may need this processor.
+void wait(int spins) {
+  pause();
+  if (spins % 1024 == 1023) std::this_thread::yield();
+}
+
 std::vector<int> usable_cpus() {
   std::vector<int> cpus;
 #if defined(__linux__)
@@ -47,7 +53,8 @@ bool pin(std::thread& thread, int cpu) {
 }  // namespace
 
 ThreadPool::ThreadPool(std::size_t num_threads, std::size_t spin_us) : spin_us_(spin_us) {
-  AMBIDEX_CHECK(num_threads >= 1, "num_threads: expected at least 1, got 0");
+  AMBIDEX_CHECK(num_threads >= 1 && num_threads <= kEnteredMask, "num_threads: expected 1 to ", kEnteredMask, ", got ",
+                num_threads);
   cpus_ = usable_cpus();
   if (cpus_.size() < num_threads) cpus_.clear();
   workers_.reserve(num_threads - 1);
@@ -57,18 +64,16 @@ ThreadPool::ThreadPool(std::size_t num_threads, std::size_t spin_us) : spin_us_(
       if (!cpus_.empty()) num_pin_failures_ += !pin(workers_.back(), cpus_[i]);
     }
   } catch (...) {
-    is_stopping_.store(true);
-    round_.fetch_add(1);
-    { std::lock_guard<std::mutex> lock(mutex_); }
-    woken_.notify_all();
-    for (std::thread& worker : workers_) worker.join();
+    stop();
     throw;
   }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() {
   is_stopping_.store(true);
-  round_.fetch_add(1);
+  entry_.fetch_add(std::uint64_t{1} << kRoundShift);
   { std::lock_guard<std::mutex> lock(mutex_); }
   woken_.notify_all();
   for (std::thread& worker : workers_) worker.join();
@@ -76,44 +81,72 @@ ThreadPool::~ThreadPool() {
 
 void ThreadPool::run(Work work, void* context) {
   if (workers_.empty()) return work(context, 0);
+  begin_round(work, context);
+  work(context, 0);
+  for (int spins = 0; (entry_.load(std::memory_order_relaxed) & kEnteredMask) != workers_.size(); ++spins) wait(spins);
+  end_round();
+}
+
+void ThreadPool::run_shared(Work work, void* context) {
+  if (workers_.empty()) return work(context, 0);
+  begin_round(work, context);
+  work(context, 0);
+  end_round();
+}
+
+void ThreadPool::begin_round(Work work, void* context) {
   leave_worker_cpus();
   work_ = work;
   context_ = context;
-  num_running_.store(workers_.size(), std::memory_order_relaxed);
+  num_left_.store(0, std::memory_order_relaxed);
   // NOTE: sequentially consistent, as is the sleeper's count: either we see the sleeper or it sees the new round.
-  round_.fetch_add(1);
+  entry_.store(((entry_.load() >> kRoundShift) + 1) << kRoundShift);
   if (num_sleeping_.load() != 0) {
     { std::lock_guard<std::mutex> lock(mutex_); }
     woken_.notify_all();
   }
-  work(context, 0);
-  for (int spins = 0; num_running_.load(std::memory_order_acquire) != 0; ++spins) {
-    pause();
-    if (spins % 1024 == 1023) std::this_thread::yield();  // someone else's thread may hold a worker's processor
-  }
+}
+
+void ThreadPool::end_round() {
+  const std::size_t num_entered = entry_.fetch_or(kClosed) & kEnteredMask;
+  for (int spins = 0; num_left_.load(std::memory_order_acquire) != num_entered; ++spins) wait(spins);
 }
 
 void ThreadPool::serve(std::size_t thread) {
   std::uint64_t seen = 0;
   while (wait_for_round(seen)) {
-    ++seen;
+    if (!try_enter(&seen)) continue;
     work_(context_, thread);
-    num_running_.fetch_sub(1, std::memory_order_release);
+    num_left_.fetch_add(1, std::memory_order_release);
   }
+}
+
+// Enters the round in progress, once, unless it is closed; `seen` is then its number.
+bool ThreadPool::try_enter(std::uint64_t* seen) {
+  std::uint64_t entry = entry_.load();
+  while (entry >> kRoundShift != *seen && (entry & kClosed) == 0) {
+    if (entry_.compare_exchange_weak(entry, entry + 1)) {
+      *seen = entry >> kRoundShift;
+      return true;
+    }
+  }
+  *seen = entry >> kRoundShift;
+  return false;
 }
 
 // False: the pool is being destroyed.
 bool ThreadPool::wait_for_round(std::uint64_t seen) {
+  const auto is_new = [&](std::memory_order order) { return entry_.load(order) >> kRoundShift != seen; };
   const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(spin_us_);
   do {
     for (int i = 0; i < kPausesPerReading; ++i) {
-      if (round_.load(std::memory_order_acquire) != seen) return !is_stopping_.load();
+      if (is_new(std::memory_order_acquire)) return !is_stopping_.load();
       pause();
     }
   } while (std::chrono::steady_clock::now() < end);
   std::unique_lock<std::mutex> lock(mutex_);
   num_sleeping_.fetch_add(1);
-  woken_.wait(lock, [&] { return round_.load() != seen; });
+  woken_.wait(lock, [&] { return is_new(std::memory_order_seq_cst); });
   num_sleeping_.fetch_sub(1);
   return !is_stopping_.load();
 }

@@ -4,8 +4,10 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <mutex>
 
 #include "core/check.h"
+#include "simd/call.h"
 
 namespace ambidex {
 namespace {
@@ -27,7 +29,6 @@ std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
   void attend_range(const AttendCall& call, const AttendRange& range, char* workspace);      \
   std::size_t workspace_bytes(const AttendCall& call, std::size_t rows);                     \
   void exp2_each(const float* x, float* y, std::size_t num);                                 \
-  std::uint64_t read_bytes(const char* bytes, std::size_t num_bytes);                        \
   }
 AMBIDEX_DECLARE_ATTENTION(generic)
 AMBIDEX_DECLARE_ATTENTION(avx2)
@@ -36,24 +37,6 @@ AMBIDEX_DECLARE_ATTENTION(avx512bf16)
 AMBIDEX_DECLARE_ATTENTION(amx)
 #undef AMBIDEX_DECLARE_ATTENTION
 
-#if defined(__x86_64__)
-#define AMBIDEX_CALL(isa, function, ...)            \
-  switch (isa) {                                    \
-    case Isa::kAmx:                                 \
-      return amx::function(__VA_ARGS__);            \
-    case Isa::kAvx512Bf16:                          \
-      return avx512bf16::function(__VA_ARGS__);     \
-    case Isa::kAvx512:                              \
-      return avx512::function(__VA_ARGS__);         \
-    case Isa::kAvx2:                                \
-      return avx2::function(__VA_ARGS__);           \
-    default:                                        \
-      return generic::function(__VA_ARGS__);        \
-  }
-#else
-#define AMBIDEX_CALL(isa, function, ...) return generic::function(__VA_ARGS__)
-#endif
-
 void attend_range(Isa isa, const AttendCall& call, const AttendRange& range, char* workspace) {
   AMBIDEX_CALL(isa, attend_range, call, range, workspace);
 }
@@ -61,10 +44,6 @@ std::size_t workspace_bytes(Isa isa, const AttendCall& call, std::size_t rows) {
   AMBIDEX_CALL(isa, workspace_bytes, call, rows);
 }
 void exp2_each(Isa isa, const float* x, float* y, std::size_t num) { AMBIDEX_CALL(isa, exp2_each, x, y, num); }
-static std::uint64_t read_bytes(Isa isa, const char* bytes, std::size_t num_bytes) {
-  AMBIDEX_CALL(isa, read_bytes, bytes, num_bytes);
-}
-#undef AMBIDEX_CALL
 
 KeyBatch::KeyBatch(const std::int64_t* block_ids, std::size_t num_block_ids, const std::int64_t* block_offsets,
                    const std::int64_t* first_key, const std::int64_t* num_keys, const std::int64_t* row_offsets,
@@ -97,7 +76,7 @@ KeyBatch::KeyBatch(const std::int64_t* block_ids, std::size_t num_block_ids, con
 }
 
 void AttentionPool::attend(Isa isa, const AttendCall& call, const KeyBatch& batch) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::mutex> lock(threads_.mutex());
   plan(call, batch);
   reserve(isa, call, batch);
   call_ = &call;
@@ -107,28 +86,8 @@ void AttentionPool::attend(Isa isa, const AttendCall& call, const KeyBatch& batc
   if (tasks_.size() == 1) {
     work(this, 0);
   } else if (!tasks_.empty()) {
-    threads_.run(work, this);
+    threads_.run_shared(work, this);
   }
-}
-
-std::uint64_t AttentionPool::read(Isa isa, const char* bytes, std::size_t num_bytes) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  struct Context {
-    Isa isa;
-    const char* bytes;
-    std::size_t num_bytes, num_threads;
-    std::atomic<std::uint64_t> total;
-  } context{isa, bytes, num_bytes, threads_.num_threads(), {0}};
-  threads_.run(
-      [](void* pointer, std::size_t thread) {
-        auto& c = *static_cast<Context*>(pointer);
-        const std::size_t begin = c.num_bytes / 64 * thread / c.num_threads * 64;
-        const std::size_t end =
-            thread + 1 == c.num_threads ? c.num_bytes : c.num_bytes / 64 * (thread + 1) / c.num_threads * 64;
-        c.total += read_bytes(c.isa, c.bytes + begin, end - begin);
-      },
-      &context);
-  return context.total;
 }
 
 void AttentionPool::plan(const AttendCall& call, const KeyBatch& batch) {

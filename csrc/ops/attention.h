@@ -5,16 +5,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <vector>
 
+#include "core/number.h"
 #include "core/pool.h"
 #include "ops/kv_tiles.h"
 #include "simd/isa.h"
 
 namespace ambidex {
-
-enum class Number { kFp32, kBf16, kFp16, kInt8 };
 
 // Which keys each request of a step sees, the same for all layers with one window: checked and copied once.
 class KeyBatch {
@@ -75,10 +73,10 @@ struct AttendRange {
   std::size_t heads_per_row;
 };
 
-// The threads and the memory that attention keeps from call to call.
+// The memory that attention keeps from call to call, and the threads that it shares with other ops.
 class AttentionPool {
  public:
-  AttentionPool(std::size_t num_threads, std::size_t spin_us) : threads_(num_threads, spin_us) {}
+  explicit AttentionPool(ThreadPool& threads) : threads_(threads) {}
 
   ThreadPool& threads() { return threads_; }
 
@@ -87,11 +85,6 @@ class AttentionPool {
   // visible may hold anything, NaN included. Two calls at a time run one after the other. Allocates only when a call
   // is larger than every one before it.
   void attend(Isa isa, const AttendCall& call, const KeyBatch& batch);
-
-  // Reads all bytes with all threads and returns their sum: what memory gives, for benchmarks.
-  std::uint64_t read(Isa isa, const char* bytes, std::size_t num_bytes);
-
-  std::mutex& mutex() { return mutex_; }
 
  private:
   struct Task {
@@ -118,8 +111,7 @@ class AttentionPool {
   void work(std::size_t thread);
   void finish(const Join& join) const;
 
-  std::mutex mutex_;
-  ThreadPool threads_;
+  ThreadPool& threads_;
   std::vector<Task> tasks_;
   std::vector<Join> joins_;
   std::size_t num_part_floats_ = 0;

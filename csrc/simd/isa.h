@@ -14,9 +14,9 @@ std::string_view name_of(Isa isa);
 Isa find_isa(std::string_view name);
 
 // Those that the processor has and the operating system saves, slowest first; never empty.
-std::vector<Isa> available_isas();
+const std::vector<Isa>& available_isas();
 
-// The fastest of them; allocates nothing.
+// The fastest of them; a load, once it has been asked for.
 Isa best_isa();
 
 }  // namespace ambidex

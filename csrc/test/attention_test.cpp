@@ -45,7 +45,6 @@ struct Shape {
   std::size_t dim, group, queries, block_size, first_key, num_keys;
 };
 
-std::size_t size_of(Number number) { return number == Number::kFp32 ? 4 : number == Number::kInt8 ? 1 : 2; }
 
 // A value as the number type holds it, and its bytes.
 double encode(Number number, double value, unsigned char* bytes) {

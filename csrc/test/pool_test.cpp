@@ -3,6 +3,7 @@
 // Meant to be run under -DAMBIDEX_SANITIZE=thread, too.
 #include "core/pool.h"
 
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -77,8 +78,36 @@ int attend_ones(AttentionPool& pool, std::size_t num_keys, std::size_t num_reque
   return wrong;
 }
 
+// The threads share out numbers among themselves; each must be taken once, whoever comes.
+int check_shared(std::size_t num_threads, std::size_t spin_us, bool rests) {
+  ThreadPool pool(num_threads, spin_us);
+  struct Tasks {
+    std::atomic<std::size_t> next{0};
+    std::size_t times_taken[64] = {};
+  };
+  int wrong = 0;
+  for (std::size_t round = 1; round <= 300; ++round) {
+    Tasks tasks;
+    pool.run_shared(
+        [](void* context, std::size_t) {
+          auto& t = *static_cast<Tasks*>(context);
+          for (std::size_t i; (i = t.next.fetch_add(1)) < 64;) ++t.times_taken[i];
+        },
+        &tasks);
+    for (std::size_t times : tasks.times_taken) wrong += times != 1;
+    if (rests && round % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
+    if (round % 3 == 0) {  // and all of them again for a round in which everyone takes part
+      Counters counters{std::vector<std::size_t>(num_threads), 1};
+      pool.run([](void* c, std::size_t i) { ++static_cast<Counters*>(c)->by_thread[i]; }, &counters);
+      for (std::size_t sum : counters.by_thread) wrong += sum != 1;
+    }
+  }
+  return wrong;
+}
+
 int check_callers(std::size_t num_threads) {
-  AttentionPool pool(num_threads, 20);
+  ThreadPool threads(num_threads, 20);
+  AttentionPool pool(threads);
   int wrong[3] = {};
   std::vector<std::thread> callers;
   for (int caller = 0; caller < 3; ++caller) {
@@ -101,6 +130,8 @@ int main() {
   for (std::size_t num_threads : {1, 2, 3, 5, 8}) {
     wrong += check_rounds(num_threads, 20, 300, false);
     wrong += check_rounds(num_threads, 0, 100, true);
+    wrong += check_shared(num_threads, 20, false);
+    wrong += check_shared(num_threads, 0, true);
     wrong += check_callers(num_threads);
     for (int i = 0; i < 10; ++i) ThreadPool unused(num_threads, 10);
   }

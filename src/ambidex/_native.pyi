@@ -1,5 +1,7 @@
 """The compiled module (csrc/bind/module.cpp). Use it through `ambidex.kernels.cpu.native`."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -58,8 +60,58 @@ class KeyBatch:
     @property
     def block_size(self) -> int: ...
 
+class ThreadPool:
+    """Pinned threads: see `ambidex.kernels.cpu.native.ThreadPool`.
+
+    Raises:
+        ValueError: no threads are asked for.
+    """
+
+    def __init__(self, *, num_threads: int, spin_us: int) -> None: ...
+    @property
+    def num_threads(self) -> int: ...
+    @property
+    def num_pin_failures(self) -> int: ...
+    def read(self, bytes: npt.NDArray[np.uint8], *, isa: str | None = None) -> int: ...
+
+class Matrices:
+    """Weights [num_out, num_in] of one width, with their biases, whose memory is used where it lies.
+
+    `number` (fp32, bf16, fp16) says what the numbers of the weights are.
+
+    Raises:
+        TypeError: an array is not contiguous or has another number of axes.
+        ValueError: sizes do not fit each other.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[npt.NDArray[np.generic]],
+        number: str,
+        biases: Sequence[npt.NDArray[np.generic] | None],
+    ) -> None: ...
+
+class LinearPool:
+    """Matrix products and their scratch memory: see `ambidex.kernels.cpu.linear`.
+
+    Raises:
+        TypeError: an array is not contiguous, read-only where written, not fp32, or has another number of axes.
+        ValueError: sizes do not fit each other.
+    """
+
+    def __init__(self, threads: ThreadPool) -> None: ...
+    def multiply(
+        self,
+        matrices: Matrices,
+        x: npt.NDArray[np.float32],
+        ys: Sequence[npt.NDArray[np.float32]],
+        residual: npt.NDArray[np.float32] | None,
+        *,
+        isa: str | None = None,
+    ) -> None: ...
+
 class AttentionPool:
-    """Threads and scratch memory for attention over tiled pools: see `ambidex.kernels.cpu.native.AttentionPool`.
+    """Attention over tiled pools and its scratch memory: see `ambidex.kernels.cpu.native.AttentionPool`.
 
     Pools, q and rows are arrays of any numbers of the right size; `number` and `q_number` (fp32, bf16, fp16, int8) say
     what they are.
@@ -69,11 +121,7 @@ class AttentionPool:
         ValueError: sizes do not fit each other.
     """
 
-    def __init__(self, *, num_threads: int, spin_us: int) -> None: ...
-    @property
-    def num_threads(self) -> int: ...
-    @property
-    def num_pin_failures(self) -> int: ...
+    def __init__(self, threads: ThreadPool) -> None: ...
     def attend_blocks(
         self,
         q: npt.NDArray[np.generic],
@@ -104,4 +152,3 @@ class AttentionPool:
         first_key: int,
         rows: npt.NDArray[np.generic],
     ) -> None: ...
-    def read(self, bytes: npt.NDArray[np.uint8], *, isa: str | None = None) -> int: ...

@@ -13,8 +13,21 @@ def test_choose_attend_prefers_fused_attention_and_says_why(device_type: str) ->
     assert choice.reason
 
 
-def test_choose_merge_states_on_cuda_is_the_reference() -> None:
-    assert dispatch.choose("merge_states", "cuda").name == "reference"
+@pytest.mark.parametrize(
+    ("op", "fallback"),
+    [("attend_paged", "reference"), ("merge_states", "reference"), ("rms_norm", "torch"), ("silu_mul", "reference")],
+)
+def test_choose_on_cuda_prefers_triton_and_without_it_says_why(
+    op: str, fallback: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for is_there in (True, False):
+        monkeypatch.setattr(dispatch, "find_spec", lambda _, found=is_there: object() if found else None)
+        dispatch._decide.cache_clear()
+        choice = dispatch.choose(op, "cuda")
+        assert choice.name == ("triton" if is_there else fallback)
+        assert choice.reason
+    assert f"{op} on CUDA falls back" in caplog.text
+    dispatch._decide.cache_clear()
 
 
 def test_override_when_nested_restores_the_outer_choice() -> None:

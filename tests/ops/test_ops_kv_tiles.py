@@ -15,7 +15,7 @@ UNPACK = {"k": kv_tiles.unpack_k, "v": kv_tiles.unpack_v}
 
 @pytest.fixture(scope="module")
 def pool() -> native.AttentionPool:
-    return native.AttentionPool(2)
+    return native.AttentionPool(native.ThreadPool(2))
 
 
 def make_rows(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:

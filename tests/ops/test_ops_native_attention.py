@@ -26,7 +26,7 @@ def isa(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def pool() -> native.AttentionPool:
-    return native.AttentionPool(2)
+    return native.AttentionPool(native.ThreadPool(2))
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def test_attend_blocks_scores_far_apart_neither_overflow_nor_lose_the_largest(
 def test_attend_blocks_any_number_of_threads_gives_the_same_up_to_rounding(isa: str, dtype: torch.dtype) -> None:
     world = make_world(dtype=dtype, block_size=64, num_keys=[1400, 5, 600], num_rows=[1, 3, 2])
     for num_threads in (1, 2, 3, 7):
-        assert_close_enough(world, *world.native(native.AttentionPool(num_threads), isa))
+        assert_close_enough(world, *world.native(native.AttentionPool(native.ThreadPool(num_threads)), isa))
 
 
 def test_attend_blocks_many_small_calls_with_random_thread_counts_stay_right() -> None:
@@ -233,7 +233,7 @@ def test_attend_blocks_many_small_calls_with_random_thread_counts_stay_right() -
     worlds = [make_world(dtype=torch.float32, num_keys=[n, 900, 1], seed=n) for n in (1, 16, 40)]
     expected = [world.dense(torch.float64)[0] for world in worlds]
     for _ in range(10):
-        pool = native.AttentionPool(choice.randint(1, 6), spin_us=choice.choice([0, 50]))
+        pool = native.AttentionPool(native.ThreadPool(choice.randint(1, 6), spin_us=choice.choice([0, 50])))
         for _ in range(8):
             i = choice.randrange(len(worlds))
             out, _lse = worlds[i].native(pool, None)
@@ -293,12 +293,13 @@ def test_exp2_is_within_two_ulp(isa: str) -> None:
     assert ((y.double() - expected).abs() / ulp).max() <= 2
 
 
-def test_read_depends_on_every_byte(pool: native.AttentionPool) -> None:
+def test_read_depends_on_every_byte() -> None:
+    threads = native.ThreadPool(2)
     buffer = torch.zeros(1001, dtype=torch.uint8)
     buffer[::100] = 1
-    first = pool.read(buffer)
+    first = threads.read(buffer)
     buffer[1000] = 3
-    assert pool.read(buffer) == first + 2
+    assert threads.read(buffer) == first + 2
 
 
 @pytest.mark.parametrize(
@@ -358,11 +359,11 @@ def test_attend_blocks_arguments_that_do_not_fit_are_refused(
         pool.attend_blocks(batch=batch, **arguments)  # type: ignore[arg-type]  # mixed types are the point
 
 
-def test_attention_pool_of_no_threads_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_threads: expected at least 1, got 0"):
-        native.AttentionPool(0)
+def test_thread_pool_of_no_threads_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_threads: expected 1 to 32767, got 0"):
+        native.ThreadPool(0)
 
 
-def test_attention_pool_says_how_many_threads_it_has() -> None:
-    pool = native.AttentionPool(3)
-    assert (pool.num_threads, pool.num_pin_failures) == (3, 0)
+def test_thread_pool_says_how_many_threads_it_has() -> None:
+    threads = native.ThreadPool(3)
+    assert (threads.num_threads, threads.num_pin_failures) == (3, 0)

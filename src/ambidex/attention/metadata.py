@@ -7,13 +7,14 @@ One request of a step, start = 10, three new tokens, blocks of 4 on two tiers:
     read as     old, GPU   | old, CPU   | old  own   | own
                                                └ start
 
-Old keys are read from the pools, each tier by its lane; own keys, those of the step itself, are attended directly and
-then stored. Old keys of a tier stand in ascending position, so what a query's window shuts out is a prefix: whole
-blocks are left out, then rows of the first block. Only a chunk, whose queries have different windows, needs a mask.
+Old keys are read from the pools, each tier by its lane; own keys, those of the step itself, are attended directly. The
+one own key of a request with a single new token is stored first and read as an old one, if its tier's reader says so.
+Old keys of a tier stand in ascending position, so what a query's window shuts out is a prefix: whole blocks are left
+out, then rows of the first block. Only a chunk, whose queries have different windows, needs a mask.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,13 +51,25 @@ class OwnChunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OwnKeys:
+    """The step's own keys that are attended directly: chunks, and single tokens, each of which sees itself alone."""
+
+    chunks: tuple[OwnChunk, ...]
+    single_rows: Tensor | None
+    """[n] int64 on the accelerator; None: no single tokens, or `all_are_single`."""
+    all_are_single: bool
+    """All T rows are single tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WindowView:
     """The step as layers with one sliding window see it."""
 
     old: Mapping[Tier, tuple[OldKeys, ...]]
-    chunks: tuple[OwnChunk, ...]
+    own: OwnKeys | None
+    """None: every own key is read as an old one."""
     num_keys: Mapping[Tier, int]
-    """Keys that are read: old ones by tier; the step's own count for the accelerator's tier."""
+    """Keys that are read, by tier; own ones that are attended directly count for the accelerator's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +98,7 @@ def build_step(
     block_size: int,
     windows: Sequence[int | None],
     devices: Mapping[Tier, torch.device],
+    reads_own: Collection[Tier] = (),
 ) -> StepAttention:
     """Cut a step into what each lane reads and where new rows go.
 
@@ -93,6 +107,7 @@ def build_step(
         block_size: tokens of a block.
         windows: sliding windows of the layers in tokens, None for full attention; repeats are welcome.
         devices: where each tier's pool lies; `Tier.GPU` is the accelerator.
+        reads_own: tiers on which the key of a single new token is read as an old one, after it was stored.
     Raises:
         InternalError: the blocks of a request do not cover its tokens, or lie on a tier without a pool.
     Cost: on CUDA, one small copy a tier and one for each mask.
@@ -100,7 +115,7 @@ def build_step(
     tables = {tier: _Table() for tier in devices}
     cuts, num_tokens = [], 0
     for request in requests:
-        cut = _Cut(request, first_row=num_tokens, block_size=block_size, tables=tables)
+        cut = _Cut(request, first_row=num_tokens, block_size=block_size, tables=tables, reads_own=reads_own)
         cuts.append(cut)
         num_tokens += cut.num_rows
     ids = {tier: torch.tensor(table.ids, dtype=torch.int64, device=devices[tier]) for tier, table in tables.items()}
@@ -131,7 +146,7 @@ class _Table:
 
 
 class _TierBlocks:
-    """Blocks of one request on one tier that hold old keys: their places in the context and their ids."""
+    """Blocks of one request on one tier that hold keys to read: their places in the context and their ids."""
 
     def __init__(self, first_id: int) -> None:
         self.first_id = first_id  # where the ids begin in the tier's table
@@ -143,7 +158,13 @@ class _Cut:
     """One request of the step, its old blocks sorted by tier and its new rows entered in the tables."""
 
     def __init__(
-        self, request: ScheduledRequest, *, first_row: int, block_size: int, tables: Mapping[Tier, _Table]
+        self,
+        request: ScheduledRequest,
+        *,
+        first_row: int,
+        block_size: int,
+        tables: Mapping[Tier, _Table],
+        reads_own: Collection[Tier],
     ) -> None:
         self.start = request.start
         self.block_size = block_size
@@ -151,8 +172,9 @@ class _Cut:
         self.num_rows = len(request.token_ids)
         _check_blocks(request, block_size, tables)
         self.old = {tier: _TierBlocks(len(table.ids)) for tier, table in tables.items()}
-        num_old_blocks = -(-self.start // block_size)
-        for index, block in enumerate(request.blocks[:num_old_blocks]):
+        self.is_read = self.num_rows == 1 and request.blocks[self.start // block_size].tier in reads_own
+        self.num_read = self.start + self.is_read  # positions before it are read from the pools
+        for index, block in enumerate(request.blocks[: -(-self.num_read // block_size)]):
             self.old[block.tier].indices.append(index)
             self.old[block.tier].ids.append(block.block_id)
         for tier, table in tables.items():
@@ -186,12 +208,8 @@ def _view(
         for tier in devices
     }
     num_keys = {tier: sum(keys.keys.stop - keys.keys.start for keys in old[tier]) for tier in devices}
-    num_keys[Tier.GPU] += sum(cut.num_rows for cut in cuts)
-    return WindowView(
-        old=old,
-        chunks=tuple(_own_chunk(cut, window, devices[Tier.GPU]) for cut in cuts if cut.num_rows > 1),
-        num_keys=num_keys,
-    )
+    num_keys[Tier.GPU] += sum(cut.num_rows for cut in cuts if not cut.is_read)
+    return WindowView(old=old, own=_own_keys(cuts, window, devices[Tier.GPU]), num_keys=num_keys)
 
 
 def _old_keys(cut: _Cut, tier: Tier, window: int | None, table: Tensor) -> OldKeys | None:
@@ -203,7 +221,7 @@ def _old_keys(cut: _Cut, tier: Tier, window: int | None, table: Tensor) -> OldKe
     if not indices:
         return None
     first_key = max(first_visible, indices[0] * size)
-    last_key = min(cut.start, (indices[-1] + 1) * size) - 1
+    last_key = min(cut.num_read, (indices[-1] + 1) * size) - 1
     num_rows = cut.num_rows if window is None else min(cut.num_rows, last_key - cut.start + window)
     if num_rows <= 0:
         return None
@@ -227,6 +245,19 @@ def _window_mask(indices: Sequence[int], keys: slice, cut: _Cut, num_rows: int, 
     positions = (torch.tensor(indices)[:, None] * cut.block_size + offsets).flatten()[keys]
     queries = torch.arange(cut.start, cut.start + num_rows)
     return positions[None, :] > queries[:, None] - window
+
+
+def _own_keys(cuts: Sequence[_Cut], window: int | None, device: torch.device) -> OwnKeys | None:
+    singles = [cut.first_row for cut in cuts if cut.num_rows == 1 and not cut.is_read]
+    chunks = tuple(_own_chunk(cut, window, device) for cut in cuts if cut.num_rows > 1)
+    if not singles and not chunks:
+        return None
+    all_are_single = len(singles) == len(cuts)
+    return OwnKeys(
+        chunks=chunks,
+        single_rows=torch.tensor(singles, device=device) if singles and not all_are_single else None,
+        all_are_single=all_are_single,
+    )
 
 
 def _own_chunk(cut: _Cut, window: int | None, device: torch.device) -> OwnChunk:

@@ -5,15 +5,18 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from ambidex.attention.cpu import CPULane
-from ambidex.attention.gpu import GPULane
-from ambidex.attention.metadata import NewRows, WindowView, build_step
-from ambidex.attention.state import AttentionState, merge
+from ambidex.attention.metadata import NewRows, build_step
+from ambidex.attention.own import attend_own
+from ambidex.attention.readers import Prepared, make_reader
+from ambidex.attention.state import AttentionState, empty, merge
 from ambidex.core.errors import ShapeError
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.step import ScheduledRequest
 from ambidex.kernels import api
 from ambidex.storage.kv_pool import KVPool
+
+_LANES = {Tier.GPU: Lane.GPU, Tier.DRAM: Lane.CPU}
 
 
 class TieredAttention:
@@ -23,21 +26,22 @@ class TieredAttention:
 
     Args:
         spec: heads, windows and head_dim (the scale is head_dim ** -0.5).
-        pools: `Tier.GPU`, the accelerator's, and `Tier.DRAM`, in host memory; either may have zero blocks.
+        pools: `Tier.GPU`, the accelerator's, and `Tier.DRAM`, in host memory, with blocks of one size; either may have
+            zero blocks.
     """
 
     def __init__(self, spec: ModelSpec, pools: Mapping[Tier, KVPool]) -> None:
-        scale = spec.head_dim**-0.5
+        self._scale = spec.head_dim**-0.5
         self._windows = spec.windows
-        self._pools = {tier: pools[tier] for tier in (Tier.GPU, Tier.DRAM)}
-        self._kv_spec = pools[Tier.GPU].spec
-        self._gpu = GPULane(pools[Tier.GPU], scale=scale)
-        self._cpu = CPULane(pools[Tier.DRAM], scale=scale)
+        self._pools = {tier: pools[tier] for tier in _LANES}
+        self._readers = {tier: make_reader(pool, scale=self._scale) for tier, pool in self._pools.items()}
+        self._reads_own = [tier for tier, reader in self._readers.items() if reader.reads_own]
+        self._cpu = CPULane()
         self.begin(())
 
     @property
     def lane_bytes(self) -> Mapping[Lane, int]:
-        """Bytes of visible K and V that each lane read since `begin`; the step's own keys count for the GPU lane."""
+        """Bytes of visible K and V that each lane read since `begin`; own keys from no pool count for the GPU lane."""
         return dict(self._lane_bytes)
 
     def begin(self, requests: Sequence[ScheduledRequest]) -> None:
@@ -49,18 +53,31 @@ class TieredAttention:
         self._lane_bytes = dict.fromkeys(Lane, 0)
         self._step = build_step(
             requests,
-            block_size=self._kv_spec.block_size,
+            block_size=self._pools[Tier.GPU].spec.block_size,
             windows=self._windows,
             devices={tier: pool.device for tier, pool in self._pools.items()},
+            reads_own=self._reads_own,
         )
+        self._prepared: dict[int | None, dict[Tier, Prepared]] = {
+            window: {
+                tier: self._readers[tier].prepare(parts, self._step.num_tokens)
+                for tier, parts in view.old.items()
+                if parts
+            }
+            for window, view in self._step.views.items()
+        }
 
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend over the old keys on both tiers and the step's own; then store K and V in their slots.
+    def attend(
+        self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, angles: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """Store K and V of the step, then attend over the old keys on both tiers and the step's own.
 
-        NOTE: reads never touch the slots of the step, so storing last is safe.
+        NOTE: slots of the step are read only where `build_step` counts an own key among the old ones.
 
         Args:
-            q: [T, Hq, D]; k, v: [T, Hkv, D], on the accelerator, in the dtype of the pools.
+            q: [T, Hq, D]; k, v: [T, Hkv, D], on the accelerator, in one floating format. K and V are rounded to the
+                pools' formats first, so the answer does not depend on when a key is read.
+            angles: cos and sin that q and k are rotated by first; None: they are not.
         Returns:
             [T, Hq, D] in the dtype of q.
         Raises:
@@ -69,31 +86,35 @@ class TieredAttention:
         """
         if q.shape[0] != self._step.num_tokens:
             raise ShapeError(f"q: expected T={self._step.num_tokens} tokens of this step, got {q.shape[0]}")
-        view = self._step.views[self._windows[layer_idx]]
-        gpu_parts, cpu_parts = view.old[Tier.GPU], view.old[Tier.DRAM]
-        pending = self._cpu.begin(layer_idx, q, cpu_parts) if cpu_parts else None
-        state = self._gpu.attend_own(q, k, v, view.chunks)
-        if gpu_parts:
-            state = _merge_fp32(state, self._gpu.attend_old(layer_idx, q, gpu_parts))
-        if pending is not None:
-            state = _merge_fp32(state, pending.wait())
+        if angles is not None:
+            q, k = api.rotate(q, *angles), api.rotate(k, *angles)
+        view, prepared = self._step.views[self._windows[layer_idx]], self._prepared[self._windows[layer_idx]]
         for new in self._step.new_rows:
             self._store(layer_idx, new, k, v)
-        self._count(view)
-        return state.out.to(q.dtype)
+        pending = self._cpu.begin(layer_idx, q, prepared[Tier.DRAM]) if Tier.DRAM in prepared else None
+        states = []
+        if view.own is not None:
+            pool = self._pools[Tier.GPU]
+            states.append(attend_own(q, pool.round(k), pool.round(v), view.own, scale=self._scale))
+        if Tier.GPU in prepared:
+            states.append(prepared[Tier.GPU].attend(layer_idx, q))
+        if pending is not None:
+            states.append(pending.wait())
+        for tier, num_keys in view.num_keys.items():
+            self._lane_bytes[_LANES[tier]] += num_keys * self._pools[tier].spec.bytes_per_token_layer
+        return _join(states, q).out.to(q.dtype)
 
     def _store(self, layer_idx: int, new: NewRows, k: Tensor, v: Tensor) -> None:
         pool = self._pools[new.tier]
-        for part, rows in zip(pool.layer(layer_idx), (k, v), strict=True):
-            chosen = rows if new.rows is None else rows[new.rows]
-            api.store_rows(part, new.slots, chosen.to(pool.device))
-
-    def _count(self, view: WindowView) -> None:
-        size = self._kv_spec.bytes_per_token_layer
-        self._lane_bytes[Lane.GPU] += view.num_keys[Tier.GPU] * size
-        self._lane_bytes[Lane.CPU] += view.num_keys[Tier.DRAM] * size
+        k, v = (rows if new.rows is None else rows[new.rows] for rows in (k, v))
+        pool.store(layer_idx, new.slots, k.to(pool.device), v.to(pool.device))
 
 
-def _merge_fp32(a: AttentionState, b: AttentionState) -> AttentionState:
-    """Merge without rounding what is merged again; the sum is rounded once, at the end."""
-    return merge(AttentionState(a.out.float(), a.lse), b)
+def _join(states: Sequence[AttentionState], q: Tensor) -> AttentionState:
+    """The state over all keys, `out` fp32: what is merged again is not rounded."""
+    if not states:
+        return empty(*q.shape, device=q.device)
+    joined = states[0]
+    for state in states[1:]:
+        joined = merge(joined, state)
+    return joined

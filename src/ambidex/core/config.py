@@ -29,11 +29,28 @@ class DTypeChoice(StrEnum):
     FP16 = "fp16"
 
 
+class KVDTypeChoice(StrEnum):
+    """Format of K and V in host memory. `auto`: that of the weights. `int8`: half the bytes, a scale a row."""
+
+    AUTO = "auto"
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    INT8 = "int8"
+
+
 class LoadFormat(StrEnum):
     """`auto`: what the files are. `dummy`: random weights made from the config alone, for benchmarks."""
 
     AUTO = "auto"
     DUMMY = "dummy"
+
+
+class CudaGraphs(StrEnum):
+    """`auto`: decode steps whose keys all lie on a GPU are captured and replayed. `off`: every step is launched."""
+
+    AUTO = "auto"
+    OFF = "off"
 
 
 class SettingKind(StrEnum):
@@ -78,6 +95,10 @@ class EngineConfig:
     model: str
     device: DeviceKind = setting(DeviceKind.AUTO, SettingKind.CHOICE, "accelerator to compute on")
     dtype: DTypeChoice = setting(DTypeChoice.AUTO, SettingKind.CHOICE, "number format of weights, activations and KV")
+    kv_dtype: KVDTypeChoice = setting(
+        KVDTypeChoice.AUTO, SettingKind.CHOICE,
+        "number format of K and V in host memory; int8 halves what attention reads, and rounds",
+    )  # fmt: skip
     load_format: LoadFormat = setting(
         LoadFormat.AUTO, SettingKind.CHOICE, "auto reads the model's files; dummy makes random weights from its config"
     )
@@ -115,6 +136,9 @@ class EngineConfig:
         512, SettingKind.INT, "token budget of one step; longer prompts are computed in chunks", unit="tokens", low=1
     )
     max_running_requests: int = setting(64, SettingKind.INT, "requests computed in one step", unit="requests", low=1)
+    cuda_graphs: CudaGraphs = setting(
+        CudaGraphs.AUTO, SettingKind.CHOICE, "auto replays decode steps as CUDA graphs where it can; off never does"
+    )
     num_threads: int | None = setting(
         None,
         SettingKind.INT,

@@ -99,6 +99,7 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: bool = False
     dtype: DType = DType.BF16
+    is_quantized: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     opt: OptSpec | None = None

@@ -98,3 +98,7 @@ class StepResult:
     """Wall seconds by section: `prepare`, `forward`, `sample`, `moves`, `total`."""
     lane_bytes: Mapping[Lane, int] = field(default_factory=dict)
     """KV bytes that each lane's attention read."""
+    is_replayed: bool = False
+    """The step ran as a captured graph."""
+    num_graph_failures: int = 0
+    """Captures of graphs that have failed so far; after the first, steps are no longer captured."""

@@ -2,39 +2,45 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ambidex.attention.tiered import TieredAttention
-from ambidex.core.config import EngineConfig, LoadFormat
+from ambidex.core.config import CudaGraphs, EngineConfig, LoadFormat
 from ambidex.core.dtypes import DType
-from ambidex.core.errors import ConfigError
+from ambidex.core.errors import ConfigError, NativeModuleError
 from ambidex.core.ids import Tier
-from ambidex.core.kv_spec import KVSpec
+from ambidex.core.kv_spec import KVOrder, KVSpec
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.regions import Regions
 from ambidex.core.units import format_size
 from ambidex.engine.core import EngineCore
 from ambidex.engine.engine import Engine
+from ambidex.engine.kv_format import KVFormat, choose_kv_format
 from ambidex.engine.memory import FreeMemory, MemoryPlan, plan_memory
 from ambidex.engine.report import EngineReport, ReportRow
 from ambidex.formats.locate import ModelSource, find_model
 from ambidex.formats.spec import read_spec
 from ambidex.hw.memory import read_memory
 from ambidex.hw.topology import read_topology
+from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
+from ambidex.kernels.dispatch import choose
+from ambidex.kernels.linear import LinearContext
 from ambidex.kv.manager import KVManager
 from ambidex.models.base import CausalLM
 from ambidex.models.registry import build_model
 from ambidex.models.weights import load_weights, make_dummy_weights
-from ambidex.runner.device import TORCH_DTYPES, choose_device, choose_dtype
+from ambidex.runner.device import TORCH_DTYPES, activation_dtype, choose_device, choose_dtype
+from ambidex.runner.graphs import Capture, CudaCapture, DecodeForm, DecodeSteps, make_buckets
 from ambidex.runner.runner import Forward, ModelRunner, call_model
 from ambidex.runner.sampler import Sampler
 from ambidex.sched.scheduler import Scheduler
 from ambidex.storage.copy import CopyBlock, CopyEngine, copy_block
-from ambidex.storage.kv_pool import KVPool
+from ambidex.storage.kv_pool import KVPool, RowKVPool
+from ambidex.storage.tiled_pool import TiledKVPool
 from ambidex.text.chat import ChatTemplate
 from ambidex.text.guided import GuideCompiler
 from ambidex.text.tokenizer import Tokenizer, load_tokenizer
@@ -54,7 +60,10 @@ class _Choices:
     dtype: DType
     dtype_why: str
     num_threads: int
-    kv: KVSpec
+    threads: ThreadPool | None
+    kv: KVFormat
+    decode_form: DecodeForm
+    decode_form_why: str
     memory: MemoryPlan
 
 
@@ -64,17 +73,21 @@ def build_engine(
     progress: Progress | None = None,
     forward: Forward = call_model,
     copy: CopyBlock = copy_block,
+    decode_form: DecodeForm | None = None,
+    capture: Callable[[], Capture] = CudaCapture,
 ) -> Engine:
     """Load a model and make it ready to answer.
 
     Args:
         progress: called with (bytes read, bytes in all) while weights load.
         forward, copy: how the model is called and how a block is copied; a test hands in ones that fail.
+        decode_form: how decode steps run; None: as the configuration and the device have it.
+        capture: makes what captures them, if they are captured; a test hands in one that needs no GPU.
     Raises:
         ConfigError, ModelError: the settings or the model cannot be used.
         MachineError: the machine has not what they need.
     """
-    choices = _choose(config)
+    choices = _choose(config, decode_form)
     tokenizer = load_tokenizer(choices.source)
     eos_ids = _eos_ids(choices.spec, tokenizer)
     torch.set_num_threads(choices.num_threads)
@@ -100,6 +113,7 @@ def build_engine(
         copies=CopyEngine(pools, copy=copy),
         device=choices.device,
         forward=forward,
+        decode_steps=_make_decode_steps(config, choices, model, pools[Tier.GPU], forward, capture),
     )
     return Engine(
         core=EngineCore(scheduler=scheduler, executor=runner),
@@ -111,7 +125,7 @@ def build_engine(
         guides=GuideCompiler(tokenizer, vocab_size=choices.spec.vocab_size, eos_ids=eos_ids),
         report=_report(config, choices, pools),
         kv_bytes=lambda: {
-            tier: (usage.used + usage.in_flight) * choices.kv.bytes_per_block
+            tier: (usage.used + usage.in_flight) * choices.kv.specs[tier].bytes_per_block
             for tier, usage in kv_manager.usage().items()
         },
         kv_capacity={tier: pool.num_bytes for tier, pool in pools.items()},
@@ -119,25 +133,92 @@ def build_engine(
     )
 
 
-def _choose(config: EngineConfig) -> _Choices:
+def _choose(config: EngineConfig, decode_form: DecodeForm | None) -> _Choices:
     source = find_model(config.model)
     spec = read_spec(source)
     topology = read_topology()
     device = choose_device(config.device)
-    has_bf16 = "avx512_bf16" in topology.cpu_flags
-    dtype, dtype_why = choose_dtype(config.dtype, checkpoint=spec.dtype, device=device, cpu_multiplies_bf16=has_bf16)
-    kv = KVSpec.of(spec, dtype=dtype, block_size=config.block_size)
-    weights_bytes = _weights_bytes(spec, dtype)
+    num_threads = config.num_threads or topology.num_usable_cores
+    threads = _make_threads(num_threads)
+    dtype, dtype_why = choose_dtype(
+        config.dtype,
+        checkpoint=spec.dtype,
+        is_quantized=spec.is_quantized,
+        device=device,
+        has_native=threads is not None,
+    )
+    form, form_why = (decode_form, "asked for") if decode_form else _choose_decode_form(config, device)
+    has_row_ops = device.type == "cuda" or form is not DecodeForm.ORDINARY
+    kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
+    weights_bytes = _weights_bytes(spec, dtype, device)
     return _Choices(
         source=source,
         spec=spec,
         device=device,
         dtype=dtype,
         dtype_why=dtype_why,
-        num_threads=config.num_threads or topology.num_usable_cores,
+        num_threads=num_threads,
+        threads=threads,
         kv=kv,
-        memory=plan_memory(config, spec, kv, free=_free_memory(device), weights_bytes=weights_bytes),
+        decode_form=form,
+        decode_form_why=form_why,
+        memory=plan_memory(
+            config,
+            spec,
+            kv.specs,
+            activations=activation_dtype(dtype, device),
+            free=_free_memory(device),
+            weights_bytes=weights_bytes,
+            graph_buckets=_decode_buckets(config) if form is DecodeForm.CAPTURED else (),
+        ),
     )
+
+
+def _choose_decode_form(config: EngineConfig, device: torch.device) -> tuple[DecodeForm, str]:
+    """How decode steps run, and the reason."""
+    if config.cuda_graphs is CudaGraphs.OFF:
+        return DecodeForm.ORDINARY, "CUDA graphs are off"
+    if device.type != "cuda":
+        return DecodeForm.ORDINARY, "CUDA graphs need a GPU"
+    for op in ("attend_paged", "rotate_and_store"):
+        choice = choose(op, device.type)
+        if choice.name != "triton":
+            return DecodeForm.ORDINARY, f"CUDA graphs need the Triton kernel of {op}: {choice.reason}"
+    return DecodeForm.CAPTURED, "decode steps whose keys all lie on the GPU are replayed as CUDA graphs"
+
+
+def _decode_buckets(config: EngineConfig) -> tuple[int, ...]:
+    return make_buckets(min(config.max_running_requests, config.max_tokens_per_step))
+
+
+def _make_decode_steps(
+    config: EngineConfig,
+    choices: _Choices,
+    model: CausalLM,
+    pool: KVPool,
+    forward: Forward,
+    capture: Callable[[], Capture],
+) -> DecodeSteps | None:
+    if choices.decode_form is DecodeForm.ORDINARY or pool.num_blocks == 0:
+        return None
+    return DecodeSteps(
+        model=model,
+        spec=choices.spec,
+        forward=forward,
+        pool=pool,
+        buckets=_decode_buckets(config),
+        max_context_len=choices.memory.max_context_len,
+        capture=capture() if choices.decode_form is DecodeForm.CAPTURED else None,
+    )
+
+
+def _make_threads(num_threads: int) -> ThreadPool | None:
+    """The threads of all native ops; None without the compiled module."""
+    try:
+        return ThreadPool(num_threads)
+    except NativeModuleError as error:
+        logger.warning("native ops are not used: %s", error)
+        return None
 
 
 def _chat_template(config: EngineConfig, tokenizer: Tokenizer) -> ChatTemplate:
@@ -162,9 +243,14 @@ def _eos_ids(spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:
     return named - impossible
 
 
-def _weights_bytes(spec: ModelSpec, dtype: DType) -> int:
+def _weights_bytes(spec: ModelSpec, dtype: DType, device: torch.device) -> int:
     """Bytes of the parameters, counted on a model without storage."""
-    skeleton = build_model(spec, device=torch.device("meta"), dtype=TORCH_DTYPES[dtype])
+    skeleton = build_model(
+        spec,
+        device=torch.device("meta"),
+        dtype=TORCH_DTYPES[dtype],
+        activation_dtype=TORCH_DTYPES[activation_dtype(dtype, device)],
+    )
     return sum(parameter.numel() * parameter.element_size() for parameter in skeleton.parameters())
 
 
@@ -178,7 +264,13 @@ def _free_memory(device: torch.device) -> FreeMemory:
 
 def _load_model(config: EngineConfig, choices: _Choices, progress: Progress | None) -> CausalLM:
     dtype = TORCH_DTYPES[choices.dtype]
-    model = build_model(choices.spec, device=choices.device, dtype=dtype)
+    model = build_model(
+        choices.spec,
+        device=choices.device,
+        dtype=dtype,
+        activation_dtype=TORCH_DTYPES[activation_dtype(choices.dtype, choices.device)],
+        linear=LinearContext(choices.threads if choices.device.type == "cpu" else None),
+    )
     if config.load_format is LoadFormat.DUMMY:
         make_dummy_weights(model, seed=config.seed, device=choices.device, dtype=dtype)
     else:
@@ -187,22 +279,33 @@ def _load_model(config: EngineConfig, choices: _Choices, progress: Progress | No
 
 
 def _make_pools(choices: _Choices) -> dict[Tier, KVPool]:
-    is_cuda = choices.device.type == "cuda"
-    blocks = choices.memory.num_blocks
+    """The pool of each tier, in the order of its format; those in tile order share their native threads."""
+    specs, blocks = choices.kv.specs, choices.memory.num_blocks
+    is_tiled = KVOrder.TILES in {spec.order for spec in specs.values()}
+    threads = AttentionPool(choices.threads) if is_tiled and choices.threads is not None else None
+    is_pinned = choices.device.type == "cuda" and blocks[Tier.DRAM] > 0
     return {
-        Tier.GPU: KVPool(choices.kv, Tier.GPU, blocks[Tier.GPU], device=choices.device, pinned=False),
-        Tier.DRAM: KVPool(
-            choices.kv,
-            Tier.DRAM,
-            blocks[Tier.DRAM],
-            device=torch.device("cpu"),
-            pinned=is_cuda and blocks[Tier.DRAM] > 0,
-        ),
+        Tier.GPU: _make_pool(specs, blocks, Tier.GPU, device=choices.device, pinned=False, threads=threads),
+        Tier.DRAM: _make_pool(specs, blocks, Tier.DRAM, device=torch.device("cpu"), pinned=is_pinned, threads=threads),
     }
 
 
+def _make_pool(
+    specs: Mapping[Tier, KVSpec],
+    blocks: Mapping[Tier, int],
+    tier: Tier,
+    *,
+    device: torch.device,
+    pinned: bool,
+    threads: AttentionPool | None,
+) -> KVPool:
+    if threads is not None and specs[tier].order is KVOrder.TILES:
+        return TiledKVPool(specs[tier], tier, blocks[tier], native=threads, pinned=pinned)
+    return RowKVPool(specs[tier], tier, blocks[tier], device=device, pinned=pinned)
+
+
 def _report(config: EngineConfig, choices: _Choices, pools: dict[Tier, KVPool]) -> EngineReport:
-    spec, memory, kv = choices.spec, choices.memory, choices.kv
+    spec, memory, kv = choices.spec, choices.memory, choices.kv.specs
     facts = [
         ReportRow(section="model", name="name", value=choices.source.name),
         ReportRow(section="model", name="architecture", value=spec.architecture),
@@ -215,13 +318,22 @@ def _report(config: EngineConfig, choices: _Choices, pools: dict[Tier, KVPool]) 
         ReportRow(section="compute", name="device", value=str(choices.device)),
         ReportRow(section="compute", name="dtype", value=choices.dtype.value, why=choices.dtype_why),
         ReportRow(section="compute", name="threads", value=str(choices.num_threads)),
+        ReportRow(section="compute", name="decode", value=choices.decode_form.value, why=choices.decode_form_why),
         ReportRow(
             section="kv",
             name="max_context_len",
             value=f"{memory.max_context_len} tokens",
             why=memory.max_context_reason,
         ),
-        ReportRow(section="kv", name="bytes_per_token", value=f"{kv.bytes_per_token} B"),
+    ]
+    facts += [
+        ReportRow(
+            section="kv",
+            name=f"{tier}_format",
+            value=f"{kv[tier].dtype} in {kv[tier].order}, {kv[tier].bytes_per_token} B a token",
+            why=choices.kv.why if pools[tier].device.type == "cpu" else "the accelerator's own ops read it",
+        )
+        for tier in pools
     ]
     for tier, pool in pools.items():
         pinned = f", {'pinned' if pool.is_pinned else 'not pinned'}" if choices.device.type == "cuda" else ""

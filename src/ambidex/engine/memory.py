@@ -1,14 +1,16 @@
 """How many KV blocks each tier gets: budgets minus what weights and workspace take. Numbers only, no allocation."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ambidex.core.config import EngineConfig
+from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVSpec
 from ambidex.core.ledger import MemoryLedger
 from ambidex.core.model_spec import ModelSpec
-from ambidex.core.units import format_size
+from ambidex.core.units import MIB, format_size
 
 DEFAULT_SHARE_OF_FREE_GPU = 0.9
 """Of the free memory of a GPU; the rest is left to the driver, the context and fragmentation."""
@@ -16,6 +18,11 @@ DEFAULT_SHARE_OF_FREE_DRAM = 0.45
 """Of the free memory of the machine, for each of the two tiers when both lie in DRAM."""
 DEFAULT_CONTEXTS = 8
 """Full contexts for which a tier gets KV blocks when its budget is not named: more are rarely full at once."""
+
+
+BYTES_PER_GRAPH = 16 * MIB
+"""What a captured step takes besides its tensors: the driver's nodes, some hundred launches of a few KiB each, and the
+rounding of the allocator's segments. An allowance, not a measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,18 +55,50 @@ def workspace_bytes(spec: ModelSpec, *, max_tokens: int, max_rows: int, max_cont
     Formula: hidden states, residual, q, k, v and attention outputs in fp32 while states merge, gate, up and their
     product; logits and their sorted fp64 copy; K and V of one request and layer, gathered.
     """
-    per_token = 4 * spec.hidden_size + 3 * spec.intermediate_size + 3 * spec.num_q_heads * spec.head_dim
-    attention = 3 * 4 * spec.num_q_heads * spec.head_dim
     logits = max_rows * spec.vocab_size * (4 + 4 + 8 * 4)
     gathered = 2 * 2 * max_context_len * spec.num_kv_heads * spec.head_dim * num_bytes
-    return max_tokens * (per_token * num_bytes + attention) + logits + gathered
+    return max_tokens * _activation_bytes(spec, num_bytes) + logits + gathered
+
+
+def graph_bytes(spec: ModelSpec, buckets: Sequence[int], *, num_bytes: int) -> int:
+    """Bytes that decode steps captured as graphs hold besides the workspace; 0 without buckets.
+
+    Args:
+        buckets: numbers of rows of the steps, ascending.
+        num_bytes: bytes of a number in the compute format.
+    Formula: activations of the largest step, whose memory the smaller ones share, its logits in the compute format,
+    twice in fp32, and an allowance for each graph.
+    """
+    if not buckets:
+        return 0
+    logits = spec.vocab_size * (num_bytes + 2 * 4)
+    return buckets[-1] * (_activation_bytes(spec, num_bytes) + logits) + len(buckets) * BYTES_PER_GRAPH
+
+
+def _activation_bytes(spec: ModelSpec, num_bytes: int) -> int:
+    """Of one token."""
+    per_token = 4 * spec.hidden_size + 3 * spec.intermediate_size + 3 * spec.num_q_heads * spec.head_dim
+    attention = 3 * 4 * spec.num_q_heads * spec.head_dim
+    return per_token * num_bytes + attention
 
 
 def plan_memory(
-    config: EngineConfig, spec: ModelSpec, kv: KVSpec, *, free: FreeMemory, weights_bytes: int
+    config: EngineConfig,
+    spec: ModelSpec,
+    kv: Mapping[Tier, KVSpec],
+    *,
+    activations: DType,
+    free: FreeMemory,
+    weights_bytes: int,
+    graph_buckets: Sequence[int] = (),
 ) -> MemoryPlan:
     """Divide the budgets.
 
+    Args:
+        kv: the KV cache as each tier keeps it, in blocks of one size.
+        activations: the format that is computed in.
+        weights_bytes: all parameters.
+        graph_buckets: rows of the decode steps that are captured as graphs; empty: none are.
     Raises:
         ConfigError: a budget is too small for the model; says what is needed.
     """
@@ -69,31 +108,36 @@ def plan_memory(
         max_tokens=config.max_tokens_per_step,
         max_rows=min(config.max_running_requests, config.max_tokens_per_step),
         max_context_len=wanted_len,
-        num_bytes=kv.dtype.num_bytes,
+        num_bytes=activations.num_bytes,
     )
-    fixed = weights_bytes + workspace
+    graphs = graph_bytes(spec, graph_buckets, num_bytes=activations.num_bytes)
+    fixed = weights_bytes + workspace + graphs
     gpu_budget, dram_budget = _budgets(config, free, fixed)
-    default_blocks = kv.num_blocks(wanted_len) * min(config.max_running_requests, DEFAULT_CONTEXTS)
-    gpu_blocks = _gpu_blocks(config, kv, gpu_budget - fixed, default_blocks)
+    default_blocks = kv[Tier.GPU].num_blocks(wanted_len) * min(config.max_running_requests, DEFAULT_CONTEXTS)
+    gpu_block_bytes, dram_block_bytes = kv[Tier.GPU].bytes_per_block, kv[Tier.DRAM].bytes_per_block
+    gpu_blocks = _gpu_blocks(config, kv[Tier.GPU], gpu_budget - fixed, default_blocks)
     if gpu_blocks < 0 or gpu_budget < fixed:
         raise ConfigError(
             f"--gpu-memory {format_size(gpu_budget)} is too small: weights take {format_size(weights_bytes)}, "
-            f"workspace {format_size(workspace)}: give at least {format_size(fixed + kv.bytes_per_block)}, "
-            f"or a smaller --max-tokens-per-step or --max-context-len"
+            f"workspace {format_size(workspace)}, CUDA graphs {format_size(graphs)}: give at least "
+            f"{format_size(fixed + gpu_block_bytes)}, or a smaller --max-tokens-per-step, --max-running-requests or "
+            f"--max-context-len"
         )
-    dram_blocks = max(0, min(dram_budget // kv.bytes_per_block, default_blocks))
+    dram_blocks = max(0, min(dram_budget // dram_block_bytes, default_blocks))
     num_blocks = {Tier.GPU: gpu_blocks, Tier.DRAM: dram_blocks}
-    max_len, reason = _context_len(config, spec, kv, num_blocks)
+    max_len, reason = _context_len(config, spec, kv[Tier.DRAM], num_blocks)
     ledger = MemoryLedger(
         {
-            Tier.GPU: max(gpu_budget, fixed + gpu_blocks * kv.bytes_per_block),
-            Tier.DRAM: max(dram_budget, dram_blocks * kv.bytes_per_block),
+            Tier.GPU: max(gpu_budget, fixed + gpu_blocks * gpu_block_bytes),
+            Tier.DRAM: max(dram_budget, dram_blocks * dram_block_bytes),
         }
     )
     ledger.take(Tier.GPU, "weights", weights_bytes)
     ledger.take(Tier.GPU, "workspace", workspace)
-    ledger.take(Tier.GPU, "kv", gpu_blocks * kv.bytes_per_block)
-    ledger.take(Tier.DRAM, "kv", dram_blocks * kv.bytes_per_block)
+    if graphs:
+        ledger.take(Tier.GPU, "graphs", graphs)
+    ledger.take(Tier.GPU, "kv", gpu_blocks * gpu_block_bytes)
+    ledger.take(Tier.DRAM, "kv", dram_blocks * dram_block_bytes)
     return MemoryPlan(num_blocks=num_blocks, max_context_len=max_len, max_context_reason=reason, ledger=ledger)
 
 

@@ -12,7 +12,8 @@ class EngineStats:
     """What an engine has done so far.
 
     `kv_bytes` are in use now, `peak_kv_bytes` were at most in use after a step; `lane_bytes` are bytes of K and V that
-    each lane's attention has read; `seconds` are wall seconds by section of the steps.
+    each lane's attention has read; `seconds` are wall seconds by section of the steps. Replayed steps ran as captured
+    CUDA graphs; after a graph failure they no longer do.
     """
 
     num_steps: int = 0
@@ -22,6 +23,8 @@ class EngineStats:
     num_moves: int = 0
     num_failed_moves: int = 0
     num_failed_requests: int = 0
+    num_replayed_steps: int = 0
+    num_graph_failures: int = 0
     kv_bytes: dict[Tier, int] = field(default_factory=dict)
     peak_kv_bytes: dict[Tier, int] = field(default_factory=dict)
     lane_bytes: Counter[Lane] = field(default_factory=Counter)
@@ -35,6 +38,8 @@ class EngineStats:
         self.num_moves += len(result.finished_moves)
         self.num_failed_moves += len(result.failed_moves)
         self.num_failed_requests += len(result.failures)
+        self.num_replayed_steps += result.is_replayed
+        self.num_graph_failures = result.num_graph_failures
         self.lane_bytes.update(result.lane_bytes)
         for section, duration in result.seconds.items():
             self.seconds[section] = self.seconds.get(section, 0.0) + duration

@@ -1,7 +1,8 @@
 """The only door to the ops: each function checks its tensors, chooses an implementation and calls it.
 
 Letters: T tokens of the step, S keys, Hq and Hkv heads, D head_dim, N blocks of a pool, P tokens of a block. All ops
-are pure functions of their tensors except `store_rows`; none synchronises with a device.
+are pure functions of their tensors except `store_rows` and `rotate_and_store`; none synchronises with a device, except
+the reference of `attend_paged`. Kernels in Triton are imported when one is chosen: a machine without it runs the rest.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from torch import Tensor
 from ambidex.core.errors import ShapeError
 from ambidex.kernels.cpu import native
 from ambidex.kernels.dispatch import choose
-from ambidex.kernels.reference import activation, kv_store, rope
+from ambidex.kernels.reference import activation, kv_store, paged, quantize, rope
 from ambidex.kernels.reference import attention as reference_attention
 from ambidex.kernels.reference import merge as reference_merge
 from ambidex.kernels.reference import norm as reference_norm
@@ -64,6 +65,57 @@ def attend(
     return reference_attention.attend(q, k, v, scale=scale, causal=causal, mask=mask)
 
 
+def attend_paged(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    block_table: Tensor,
+    first_key: Tensor,
+    num_keys: Tensor,
+    *,
+    scale: float,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend with one query of each of B requests over its own keys in a pool (decode).
+
+    The blocks that a row of `block_table` names, side by side, are the request's rows; it sees the rows `first_key` …
+    `first_key + num_keys - 1` of them. No key at all is legal: out 0, lse −inf. Other rows may hold anything, NaN
+    included; so may the rest of the table.
+
+    Args:
+        q: [B, Hq, D]; query head h reads KV head h // (Hq / Hkv).
+        k_pool, v_pool: [Hkv, N, P, D], one layer of a pool, contiguous but for the first axis, in the dtype of q.
+        block_table: [B, M] int32; first_key, num_keys: [B] int32; all on the device of q.
+        scale: factor of q·k.
+        out_dtype: of the answer; None: the dtype of q.
+    Returns:
+        out [B, Hq, D]; lse [B, Hq] fp32, natural log.
+    Raises:
+        ShapeError: shapes, dtypes or devices do not fit.
+    Cost: reads K and V of the visible rows once. The launches depend on shapes alone, so a CUDA graph may hold them
+        (not those of the reference, which waits for the device).
+    """
+    check_shapes(
+        q=(q, "B Hq D"), k_pool=(k_pool, "Hkv N P D"), v_pool=(v_pool, "Hkv N P D"), block_table=(block_table, "B M"),
+        first_key=(first_key, "B"), num_keys=(num_keys, "B"),
+    )  # fmt: skip
+    check_alike(q=q, k_pool=k_pool, v_pool=v_pool)
+    check_alike(block_table=block_table, first_key=first_key, num_keys=num_keys)
+    _check_pools(k_pool, v_pool)
+    if block_table.dtype != torch.int32 or block_table.device != q.device or block_table.stride(1) != 1:
+        raise ShapeError(
+            f"block_table: expected rows of int32 on {q.device}, got {block_table.dtype} on {block_table.device}"
+        )
+    if q.shape[1] % k_pool.shape[0]:
+        raise ShapeError(f"q has {q.shape[1]} heads: not a multiple of the {k_pool.shape[0]} heads of the pool")
+    arguments = (q, k_pool, v_pool, block_table, first_key, num_keys)
+    if choose("attend_paged", q.device.type).name == "triton":
+        from ambidex.kernels.triton import attend_paged as triton_paged
+
+        return triton_paged.attend_paged(*arguments, scale=scale, out_dtype=out_dtype or q.dtype)
+    return paged.attend_paged(*arguments, scale=scale, out_dtype=out_dtype or q.dtype)
+
+
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Join partial attentions over disjoint sets of keys; associative and commutative up to rounding.
 
@@ -80,6 +132,10 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     check_shapes(out_a=(out_a, "T Hq D"), lse_a=(lse_a, "T Hq"), out_b=(out_b, "T Hq D"), lse_b=(lse_b, "T Hq"))
     if lse_a.dtype != torch.float32 or lse_b.dtype != torch.float32:
         raise ShapeError(f"lse must be fp32, got {lse_a.dtype} and {lse_b.dtype}")
+    if choose("merge_states", out_a.device.type).name == "triton":
+        from ambidex.kernels.triton import merge as triton_merge
+
+        return triton_merge.merge_states(out_a, lse_a, out_b, lse_b)
     return reference_merge.merge_states(out_a, lse_a, out_b, lse_b)
 
 
@@ -112,6 +168,54 @@ def store_rows(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
     kv_store.store_rows(pool, slots, rows)
 
 
+def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Round rows to 8-bit integers with one scale each: rows ≈ numbers · scales, off by at most half a scale.
+
+    Args:
+        rows: [..., D] in a floating format, finite.
+    Returns:
+        numbers [..., D] int8 in −127 … 127; scales [...] fp32, 0 for a row of zeros.
+    """
+    return quantize.quantize_rows(rows)
+
+
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    slots: Tensor,
+    *,
+    angles: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Rotate q and k as `rotate` does, and write k and v of new tokens into one layer of a pool, in place.
+
+    Args:
+        q: [T, Hq, D]; k, v: [T, Hkv, D], in the dtype of the pools.
+        k_pool, v_pool: [Hkv, N, P, D], contiguous but for the first axis.
+        slots: [T] int64, block_id · P + offset, no two alike; a token with a negative slot is stored nowhere.
+        angles: cos and sin, [T, dim/2] fp32 each; None: nothing is rotated.
+    Returns:
+        The rotated queries [T, Hq, D].
+    Raises:
+        ShapeError: shapes, dtypes or devices do not fit.
+    """
+    check_shapes(
+        q=(q, "T Hq D"), k=(k, "T Hkv D"), v=(v, "T Hkv D"),
+        k_pool=(k_pool, "Hkv N P D"), v_pool=(v_pool, "Hkv N P D"), slots=(slots, "T"),
+    )  # fmt: skip
+    check_alike(q=q, k=k, v=v, k_pool=k_pool, v_pool=v_pool)
+    _check_pools(k_pool, v_pool)
+    if angles is not None:
+        _check_angles(q, *angles)
+    if choose("rotate_and_store", q.device.type).name == "triton":
+        from ambidex.kernels.triton import rotate_store as triton_store
+
+        return triton_store.rotate_and_store(q, k, v, k_pool, v_pool, slots, angles=angles)
+    return paged.rotate_and_store(q, k, v, k_pool, v_pool, slots, angles=angles)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last axis, in fp32; same shape and dtype as x.
 
@@ -119,9 +223,36 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ShapeError: the weight is not one vector as long as the last axis.
     """
     _check_last_axis(x, weight)
-    if choose("rms_norm", x.device.type).name == "torch":
-        return torch_norm.rms_norm(x, weight, eps)
+    match choose("rms_norm", x.device.type).name:
+        case "torch":
+            return torch_norm.rms_norm(x, weight, eps)
+        case "triton":
+            from ambidex.kernels.triton import norm as triton_norm
+
+            return triton_norm.rms_norm(x, weight, eps)
     return reference_norm.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`total = x + update`, rounded to their dtype, and `rms_norm(total, weight, eps)`.
+
+    Returns:
+        The sum and its norm, both in shape and dtype of x.
+    Raises:
+        ShapeError: x and update differ, or the weight is not one vector as long as the last axis.
+    """
+    _check_last_axis(x, weight)
+    if x.shape != update.shape:
+        raise ShapeError(f"update: expected shape {tuple(x.shape)} of x, got {tuple(update.shape)}")
+    check_alike(x=x, update=update)
+    match choose("add_rms_norm", x.device.type).name:
+        case "torch":
+            return torch_norm.add_rms_norm(x, update, weight, eps)
+        case "triton":
+            from ambidex.kernels.triton import norm as triton_norm
+
+            return triton_norm.add_rms_norm(x, update, weight, eps)
+    return reference_norm.add_rms_norm(x, update, weight, eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -148,9 +279,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Raises:
         ShapeError: shapes do not fit.
     """
-    check_shapes(x=(x, "T H D"), cos=(cos, "T dim/2"), sin=(sin, "T dim/2"))
-    if 2 * cos.shape[1] > x.shape[2]:
-        raise ShapeError(f"{cos.shape[1]} angles turn {2 * cos.shape[1]} numbers, but a head has {x.shape[2]}")
+    _check_angles(x, cos, sin)
     return rope.rotate(x, cos, sin)
 
 
@@ -163,6 +292,10 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     if gate.shape != up.shape:
         raise ShapeError(f"up: expected shape {tuple(gate.shape)} of gate, got {tuple(up.shape)}")
     check_alike(gate=gate, up=up)
+    if choose("silu_mul", gate.device.type).name == "triton":
+        from ambidex.kernels.triton import activation as triton_activation
+
+        return triton_activation.silu_mul(gate, up)
     return activation.silu_mul(gate, up)
 
 
@@ -179,6 +312,19 @@ def activate(x: Tensor, name: str) -> Tensor:
 
 def _is_plain_fp32(*tensors: Tensor) -> bool:
     return all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
+
+
+def _check_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    check_shapes(x=(x, "T H D"), cos=(cos, "T dim/2"), sin=(sin, "T dim/2"))
+    if 2 * cos.shape[1] > x.shape[2]:
+        raise ShapeError(f"{cos.shape[1]} angles turn {2 * cos.shape[1]} numbers, but a head has {x.shape[2]}")
+
+
+def _check_pools(k_pool: Tensor, v_pool: Tensor) -> None:
+    """Each head's rows lie side by side, and both pools alike."""
+    for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
+        if not pool[0].is_contiguous() or pool.stride(0) != k_pool.stride(0):
+            raise ShapeError(f"{name}: the rows of a head must be contiguous, got strides {pool.stride()}")
 
 
 def _check_last_axis(x: Tensor, vector: Tensor) -> None:

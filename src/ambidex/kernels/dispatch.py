@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Final
 
 from ambidex.core.errors import InternalError, NativeModuleError
@@ -14,9 +15,14 @@ logger = logging.getLogger(__name__)
 
 IMPLEMENTATIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "attend": ("reference", "torch"),
-    "merge_states": ("reference", "native"),
-    "rms_norm": ("reference", "torch"),
+    "attend_paged": ("reference", "triton"),
+    "merge_states": ("reference", "native", "triton"),
+    "linear": ("reference", "torch", "native"),
+    "rms_norm": ("reference", "torch", "triton"),
+    "add_rms_norm": ("reference", "torch", "triton"),
     "layer_norm": ("reference", "torch"),
+    "rotate_and_store": ("reference", "triton"),
+    "silu_mul": ("reference", "triton"),
 }
 """Ops with a choice, and what there is to choose from; every other op has its reference only."""
 
@@ -62,11 +68,34 @@ def _decide(op: str, device_type: str) -> Choice:
         return Choice("torch", "torch's fused CPU attention returns the lse and reads K once for a group")
     if op == "attend" and device_type == "cuda":
         return Choice("torch", "torch's flash and memory-efficient attention; the reference where neither applies")
-    if op in ("rms_norm", "layer_norm"):
+    if device_type == "cuda" and "triton" in IMPLEMENTATIONS.get(op, ()):
+        return _decide_triton(op)
+    if op in ("rms_norm", "add_rms_norm", "layer_norm"):
         return Choice("torch", "one call instead of several")
+    if op == "linear":
+        return _decide_linear(device_type)
     if op == "merge_states" and device_type == "cpu":
         return _decide_native_merge()
     return Choice("reference", f"the only implementation of {op} on {device_type}")
+
+
+def _decide_linear(device_type: str) -> Choice:
+    if device_type != "cpu":
+        return Choice("torch", f"torch's products on {device_type}")
+    try:
+        return Choice(
+            "native", f"compiled module, instruction set {native.isa()}; torch for many rows and other than fp32 x"
+        )
+    except NativeModuleError as error:
+        return Choice("torch", f"no compiled module: {error}")
+
+
+def _decide_triton(op: str) -> Choice:
+    """Triton comes with torch's builds for CUDA on Linux, and with few others."""
+    if find_spec("triton") is not None:
+        return Choice("triton", "one launch instead of several")
+    logger.warning("%s on CUDA falls back to plain torch: the package triton is not installed", op)
+    return Choice("torch" if "torch" in IMPLEMENTATIONS[op] else "reference", "the package triton is not installed")
 
 
 def _decide_native_merge() -> Choice:

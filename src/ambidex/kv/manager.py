@@ -30,6 +30,9 @@ class KVLease:
     moving: dict[int, BlockMove] = field(default_factory=dict)
     context_len: int = 0
     next_len: int = 0
+    table: tuple[BlockRef, ...] = ()
+    """What the last step was told of `blocks`: the same object as long as nothing changes, so that it compares at once.
+    Empty when a block has come or moved since."""
 
 
 class KVManager:
@@ -137,7 +140,10 @@ class KVManager:
         self._check_open(lease)
         if self.num_missing_blocks(lease, num_tokens):
             raise InternalError(f"the lease of {lease.request_id} does not cover {num_tokens} tokens")
-        return tuple(lease.blocks[: -(-num_tokens // self._block_size)])
+        num_blocks = -(-num_tokens // self._block_size)
+        if len(lease.table) != num_blocks:
+            lease.table = tuple(lease.blocks[:num_blocks])
+        return lease.table
 
     def begin_demotions(self, num_computed_tokens: Mapping[KVLease, int]) -> tuple[BlockMove, ...]:
         """Begin to move blocks from the accelerator tier that residency does not want there, as far as there is room.
@@ -171,6 +177,7 @@ class KVManager:
             if mover := self._movers.pop(move_id, None):
                 lease, block_idx = mover
                 lease.blocks[block_idx] = lease.moving.pop(block_idx).target
+                lease.table = ()
                 lease.on_accelerator.discard(block_idx)
         num_failed = 0
         for move_id in failed:
@@ -220,6 +227,7 @@ class KVManager:
             added[block_idx] = self._take_first((Tier.GPU, *self._below) if is_near else (*self._below, Tier.GPU))
         lease.on_accelerator.update(block_idx for block_idx, block in added.items() if block.tier is Tier.GPU)
         lease.blocks.extend(_in_order(added))
+        lease.table = ()
 
     def _take_first(self, tiers: tuple[Tier, ...]) -> BlockRef:
         for tier in tiers:

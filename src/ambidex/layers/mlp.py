@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ambidex.core.model_spec import Activation
 from ambidex.kernels import api
-from ambidex.layers.linear import Linear
+from ambidex.layers.linear import Linear, LinearGroup
 from ambidex.layers.parameter import ParameterFactory
 
 
@@ -28,10 +28,11 @@ class GatedMLP(nn.Module):
         self.gate_proj = Linear(width, inner_width, factory, bias=bias)
         self.up_proj = Linear(width, inner_width, factory, bias=bias)
         self.down_proj = Linear(inner_width, width, factory, bias=bias)
+        self._gate_and_up = LinearGroup(self.gate_proj, self.up_proj, factory=factory)
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self._gated(self.gate_proj(x), self.up_proj(x)))  # [T, E]
+        return self.down_proj(self._gated(*self._gate_and_up(x)))  # [T, E]
 
     def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.activation is Activation.SILU:

@@ -15,11 +15,17 @@ class RMSNorm(nn.Module):
 
     def __init__(self, width: int, eps: float, factory: ParameterFactory) -> None:
         super().__init__()
-        self.weight = factory.new(width)
+        self.weight = factory.new_vector(width)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return api.rms_norm(x, self.weight, self.eps)
+
+    def of_sum(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`x + update` (None: x itself), which is the residual stream, and its norm, which the next block reads."""
+        if update is None:
+            return x, self(x)
+        return api.add_rms_norm(x, update, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -29,8 +35,8 @@ class LayerNorm(nn.Module):
 
     def __init__(self, width: int, eps: float, factory: ParameterFactory) -> None:
         super().__init__()
-        self.weight = factory.new(width)
-        self.bias = factory.new(width)
+        self.weight = factory.new_vector(width)
+        self.bias = factory.new_vector(width)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:

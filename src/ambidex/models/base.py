@@ -6,6 +6,9 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+Angles = tuple[Tensor, Tensor]
+"""cos and sin of a step's tokens, each [T, dim/2] fp32 (`layers.rope`)."""
+
 
 class AttentionOp(Protocol):
     """Attention over the whole context of each request of a step.
@@ -14,12 +17,13 @@ class AttentionOp(Protocol):
     (`head_dim ** -0.5`) are known to the implementation; a model only hands over what is new.
     """
 
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend with the step's queries, and keep its keys and values for later steps.
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, angles: Angles | None = None) -> Tensor:
+        """Rotate the step's queries and keys, attend, and keep its keys and values for later steps.
 
         Args:
-            q: [T, Hq, D], rotated.
-            k, v: [T, Hkv, D], k rotated.
+            q: [T, Hq, D].
+            k, v: [T, Hkv, D].
+            angles: what q and k are rotated by; None: the model has no rotary positions.
         Returns:
             [T, Hq, D] in the dtype of q.
         """

@@ -121,10 +121,9 @@ class FalconAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionOp) -> Tensor:
         fused = self.query_key_value(x).view(self.fused_shape)  # [T, Hkv, G + 2, D]
-        q = api.rotate(fused[:, :, :-2].flatten(1, 2), cos, sin)  # [T, Hq, D]
-        k = api.rotate(fused[:, :, -2], cos, sin)  # [T, Hkv, D]
-        v = fused[:, :, -1]  # [T, Hkv, D]
-        out = attention.attend(self.layer_idx, q, k, v)  # [T, Hq, D]
+        q = fused[:, :, :-2].flatten(1, 2)  # [T, Hq, D]
+        k, v = fused[:, :, -2], fused[:, :, -1]  # [T, Hkv, D]
+        out = attention.attend(self.layer_idx, q, k, v, angles=(cos, sin))  # [T, Hq, D]
         return self.dense(out.flatten(1))
 
 

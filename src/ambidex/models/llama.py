@@ -5,14 +5,13 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from ambidex.core.model_spec import ModelSpec
-from ambidex.kernels import api
 from ambidex.layers.embedding import Embedding
-from ambidex.layers.linear import Linear
+from ambidex.layers.linear import Linear, LinearGroup
 from ambidex.layers.mlp import GatedMLP
 from ambidex.layers.norm import RMSNorm
 from ambidex.layers.parameter import ParameterFactory
 from ambidex.layers.rope import RotaryEmbedding
-from ambidex.models.base import AttentionOp, CausalLM
+from ambidex.models.base import Angles, AttentionOp, CausalLM
 
 
 class LlamaForCausalLM(CausalLM):
@@ -41,15 +40,15 @@ class LlamaModel(nn.Module):
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, factory)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionOp) -> Tensor:
-        hidden = self.embed_tokens(token_ids)  # [T, E]
-        cos, sin = self.rotary_emb(positions)  # [T, D/2] fp32
+        hidden, update = self.embed_tokens(token_ids), None  # [T, E]
+        angles = self.rotary_emb(positions)  # cos and sin, each [T, D/2] fp32
         for layer in self.layers:
-            hidden = layer(hidden, cos, sin, attention)
-        return self.norm(hidden)
+            hidden, update = layer(hidden, update, angles, attention)
+        return self.norm.of_sum(hidden, update)[1]
 
 
 class LlamaLayer(nn.Module):
-    __call__: Callable[..., Tensor]
+    __call__: Callable[..., tuple[Tensor, Tensor]]
 
     def __init__(self, spec: ModelSpec, layer_idx: int, factory: ParameterFactory) -> None:
         super().__init__()
@@ -60,9 +59,13 @@ class LlamaLayer(nn.Module):
             spec.hidden_size, spec.intermediate_size, factory, activation=spec.activation, bias=spec.mlp_bias
         )
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionOp) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, attention)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))  # [T, E]
+    def forward(
+        self, hidden: Tensor, update: Tensor | None, angles: Angles, attention: AttentionOp
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream and what is still to be added to it, both [T, E], before and after the layer."""
+        hidden, normed = self.input_layernorm.of_sum(hidden, update)
+        hidden, normed = self.post_attention_layernorm.of_sum(hidden, self.self_attn(normed, angles, attention))
+        return hidden, self.mlp(normed)
 
 
 class LlamaAttention(nn.Module):
@@ -75,14 +78,13 @@ class LlamaAttention(nn.Module):
         self.k_proj = Linear(spec.hidden_size, kv_width, factory, bias=spec.qkv_bias)
         self.v_proj = Linear(spec.hidden_size, kv_width, factory, bias=spec.qkv_bias)
         self.o_proj = Linear(q_width, spec.hidden_size, factory, bias=spec.out_bias)
+        self._qkv = LinearGroup(self.q_proj, self.k_proj, self.v_proj, factory=factory)
         self.layer_idx = layer_idx
         self.q_shape = (-1, spec.num_q_heads, spec.head_dim)
         self.kv_shape = (-1, spec.num_kv_heads, spec.head_dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionOp) -> Tensor:
-        q = self.q_proj(x).view(self.q_shape)  # [T, Hq, D]
-        k = self.k_proj(x).view(self.kv_shape)  # [T, Hkv, D]
-        v = self.v_proj(x).view(self.kv_shape)  # [T, Hkv, D]
-        q, k = api.rotate(q, cos, sin), api.rotate(k, cos, sin)
-        out = attention.attend(self.layer_idx, q, k, v)  # [T, Hq, D]
+    def forward(self, x: Tensor, angles: Angles, attention: AttentionOp) -> Tensor:
+        q, k, v = self._qkv(x)
+        q, k, v = q.view(self.q_shape), k.view(self.kv_shape), v.view(self.kv_shape)  # [T, Hq, D], twice [T, Hkv, D]
+        out = attention.attend(self.layer_idx, q, k, v, angles=angles)  # [T, Hq, D]
         return self.o_proj(out.flatten(1))

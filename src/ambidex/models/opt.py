@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ambidex.core.model_spec import ModelSpec
 from ambidex.kernels import api
 from ambidex.layers.embedding import Embedding
-from ambidex.layers.linear import Linear
+from ambidex.layers.linear import Linear, LinearGroup
 from ambidex.layers.norm import LayerNorm
 from ambidex.layers.parameter import ParameterFactory
 from ambidex.models.base import AttentionOp, CausalLM
@@ -113,12 +113,12 @@ class OPTAttention(nn.Module):
         self.k_proj = Linear(spec.hidden_size, spec.hidden_size, factory, bias=spec.qkv_bias)
         self.v_proj = Linear(spec.hidden_size, spec.hidden_size, factory, bias=spec.qkv_bias)
         self.out_proj = Linear(spec.hidden_size, spec.hidden_size, factory, bias=spec.out_bias)
+        self._qkv = LinearGroup(self.q_proj, self.k_proj, self.v_proj, factory=factory)
         self.layer_idx = layer_idx
         self.heads_shape = (-1, spec.num_q_heads, spec.head_dim)
 
     def forward(self, x: Tensor, attention: AttentionOp) -> Tensor:
-        q = self.q_proj(x).view(self.heads_shape)  # [T, Hq, D]
-        k = self.k_proj(x).view(self.heads_shape)  # [T, Hq, D]
-        v = self.v_proj(x).view(self.heads_shape)  # [T, Hq, D]
+        q, k, v = self._qkv(x)
+        q, k, v = q.view(self.heads_shape), k.view(self.heads_shape), v.view(self.heads_shape)  # [T, Hq, D] each
         out = attention.attend(self.layer_idx, q, k, v)  # [T, Hq, D]
         return self.out_proj(out.flatten(1))

@@ -5,14 +5,13 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from ambidex.core.model_spec import ModelSpec
-from ambidex.kernels import api
 from ambidex.layers.embedding import Embedding
-from ambidex.layers.linear import Linear
+from ambidex.layers.linear import Linear, LinearGroup
 from ambidex.layers.mlp import GatedMLP
 from ambidex.layers.norm import RMSNorm
 from ambidex.layers.parameter import ParameterFactory
 from ambidex.layers.rope import RotaryEmbedding
-from ambidex.models.base import AttentionOp, CausalLM
+from ambidex.models.base import Angles, AttentionOp, CausalLM
 
 
 class Qwen3ForCausalLM(CausalLM):
@@ -41,15 +40,15 @@ class Qwen3Model(nn.Module):
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, factory)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionOp) -> Tensor:
-        hidden = self.embed_tokens(token_ids)  # [T, E]
-        cos, sin = self.rotary_emb(positions)  # [T, D/2] fp32
+        hidden, update = self.embed_tokens(token_ids), None  # [T, E]
+        angles = self.rotary_emb(positions)  # cos and sin, each [T, D/2] fp32
         for layer in self.layers:
-            hidden = layer(hidden, cos, sin, attention)
-        return self.norm(hidden)
+            hidden, update = layer(hidden, update, angles, attention)
+        return self.norm.of_sum(hidden, update)[1]
 
 
 class Qwen3Layer(nn.Module):
-    __call__: Callable[..., Tensor]
+    __call__: Callable[..., tuple[Tensor, Tensor]]
 
     def __init__(self, spec: ModelSpec, layer_idx: int, factory: ParameterFactory) -> None:
         super().__init__()
@@ -58,9 +57,13 @@ class Qwen3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, factory)
         self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size, factory, activation=spec.activation, bias=False)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionOp) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, attention)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))  # [T, E]
+    def forward(
+        self, hidden: Tensor, update: Tensor | None, angles: Angles, attention: AttentionOp
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream and what is still to be added to it, both [T, E], before and after the layer."""
+        hidden, normed = self.input_layernorm.of_sum(hidden, update)
+        hidden, normed = self.post_attention_layernorm.of_sum(hidden, self.self_attn(normed, angles, attention))
+        return hidden, self.mlp(normed)
 
 
 class Qwen3Attention(nn.Module):
@@ -75,14 +78,14 @@ class Qwen3Attention(nn.Module):
         self.o_proj = Linear(q_width, spec.hidden_size, factory, bias=spec.out_bias)
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, factory)
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, factory)
+        self._qkv = LinearGroup(self.q_proj, self.k_proj, self.v_proj, factory=factory)
         self.layer_idx = layer_idx
         self.q_shape = (-1, spec.num_q_heads, spec.head_dim)
         self.kv_shape = (-1, spec.num_kv_heads, spec.head_dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionOp) -> Tensor:
-        q = self.q_proj(x).view(self.q_shape)  # [T, Hq, D]
-        k = self.k_proj(x).view(self.kv_shape)  # [T, Hkv, D]
-        v = self.v_proj(x).view(self.kv_shape)  # [T, Hkv, D]
-        q, k = api.rotate(self.q_norm(q), cos, sin), api.rotate(self.k_norm(k), cos, sin)
-        out = attention.attend(self.layer_idx, q, k, v)  # [T, Hq, D]
+    def forward(self, x: Tensor, angles: Angles, attention: AttentionOp) -> Tensor:
+        q, k, v = self._qkv(x)
+        q = self.q_norm(q.view(self.q_shape))  # [T, Hq, D]
+        k = self.k_norm(k.view(self.kv_shape))  # [T, Hkv, D]
+        out = attention.attend(self.layer_idx, q, k, v.view(self.kv_shape), angles=angles)  # [T, Hq, D]
         return self.o_proj(out.flatten(1))

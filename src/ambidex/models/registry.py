@@ -8,6 +8,7 @@ import torch
 
 from ambidex.core.errors import UnsupportedModelError
 from ambidex.core.model_spec import ModelSpec
+from ambidex.kernels.linear import LinearContext
 from ambidex.layers.parameter import ParameterFactory
 from ambidex.models.base import CausalLM
 
@@ -22,9 +23,19 @@ ARCHITECTURES: Final[Mapping[str, str]] = {
 """Architecture, which is also the name of its module here → class."""
 
 
-def build_model(spec: ModelSpec, *, device: torch.device, dtype: torch.dtype) -> CausalLM:
+def build_model(
+    spec: ModelSpec,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    activation_dtype: torch.dtype | None = None,
+    linear: LinearContext | None = None,
+) -> CausalLM:
     """Build a model whose parameters are allocated on `device` but not yet filled (see `models/weights.py`).
 
+    Args:
+        dtype: of matrices; activation_dtype: of vectors and activations, None for `dtype`.
+        linear: what the matrix products share; None for torch's products.
     Raises:
         UnsupportedModelError: there is no such architecture.
     """
@@ -35,5 +46,5 @@ def build_model(spec: ModelSpec, *, device: torch.device, dtype: torch.dtype) ->
         )
     # Imported only now: one broken or slow family must not touch the others.
     model_class = getattr(import_module(f"ambidex.models.{spec.architecture}"), class_name)
-    model: CausalLM = model_class(spec, ParameterFactory(device, dtype))
+    model: CausalLM = model_class(spec, ParameterFactory(device, dtype, activation_dtype, linear or LinearContext()))
     return model

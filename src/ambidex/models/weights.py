@@ -69,7 +69,7 @@ def load_weights(
         device, dtype: where and as what parameters are made that are still on the meta device; the others stay where
             and what they are, and numbers are converted.
     Raises:
-        WeightsError: tensors are missing, unexpected, doubled or of another shape; names them.
+        WeightsError: tensors are missing, unexpected, doubled or of another shape, or do not fit into fp16; names them.
         ModelFileError: a file is corrupt or not there.
         UnsupportedModelError: numbers are stored in a format that is not read.
     """
@@ -212,7 +212,18 @@ def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Non
 def _fill(parameter: nn.Parameter, stored: _Stored) -> None:
     with torch.no_grad():
         for start, stop in _pieces(stored.shape):
-            parameter[start:stop].copy_(stored.read_rows(start, stop))
+            _write(parameter[start:stop], stored.read_rows(start, stop), stored.name)
+
+
+def _write(place: Tensor, values: Tensor, name: str) -> None:
+    """Convert; what is finite in the file must be finite in the model, where fp16 has the smaller range."""
+    place.copy_(values)
+    if place.dtype != torch.float16 or values.dtype == torch.float16:
+        return
+    if not place.isfinite().all() and values.isfinite().all():
+        raise WeightsError(
+            f"{name} holds {values.abs().max().item():g}, beyond the 65504 of fp16: use --dtype bf16 or --dtype fp32"
+        )
 
 
 def _compare(parameter: nn.Parameter, stored: _Stored, *, first_name: str) -> None:

@@ -36,20 +36,31 @@ def choose_device(kind: DeviceKind) -> torch.device:
 
 
 def choose_dtype(
-    choice: DTypeChoice, *, checkpoint: DType, device: torch.device, cpu_multiplies_bf16: bool
+    choice: DTypeChoice, *, checkpoint: DType, is_quantized: bool, device: torch.device, has_native: bool
 ) -> tuple[DType, str]:
-    """The format to compute in, and the reason.
+    """The format in which matrices and KV are stored, and the reason.
 
-    `auto` on a CPU is fp32 unless the CPU multiplies bf16 in hardware: elsewhere bf16 is slower than fp32.
+    Args:
+        checkpoint: the format of the model's files; is_quantized: whether matrices have fewer bits there.
+        has_native: whether the compiled module is there: without it 16-bit weights are slower than fp32 on a CPU.
     """
     if choice is not DTypeChoice.AUTO:
         return DType(choice.value), "asked for"
-    half = checkpoint if checkpoint is not DType.FP32 else DType.BF16
     if device.type == "cuda":
-        return half, "16 bits on a GPU"
-    if cpu_multiplies_bf16:
-        return DType.BF16, "the CPU multiplies bf16"
-    return DType.FP32, "the CPU does not multiply bf16"
+        return checkpoint if checkpoint is not DType.FP32 else DType.BF16, "16 bits on a GPU"
+    if not has_native:
+        return DType.FP32, "there is no compiled module to multiply 16-bit weights"
+    if is_quantized:
+        return DType.FP16, "finer than the quantized weights, and half the bytes of fp32"
+    return checkpoint, "the checkpoint's: exact"
+
+
+def activation_dtype(dtype: DType, device: torch.device) -> DType:
+    """The format of vectors and of what flows between layers, for matrices and KV stored as `dtype`.
+
+    A CPU computes in fp32: it widens 16-bit numbers as it reads them, and reading is what takes the time.
+    """
+    return dtype if device.type == "cuda" else DType.FP32
 
 
 def describe_gpus() -> list[GpuDescription]:

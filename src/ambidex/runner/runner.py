@@ -2,23 +2,34 @@
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.errors import InternalError
-from ambidex.core.ids import RequestId
+from ambidex.core.ids import Lane, RequestId
 from ambidex.core.step import SampledToken, StepPlan, StepResult
-from ambidex.models.base import CausalLM
+from ambidex.models.base import AttentionOp, CausalLM
+from ambidex.runner.graphs import DecodeOutput, DecodeSteps
 from ambidex.runner.input_batch import InputBatch
 from ambidex.runner.sampler import Sampler
 from ambidex.storage.copy import CopyEngine
 
 logger = logging.getLogger(__name__)
 
-Forward = Callable[[CausalLM, InputBatch, TieredAttention], torch.Tensor]
+Forward = Callable[[CausalLM, InputBatch, AttentionOp], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Computed:
+    """What computing a step's requests gave."""
+
+    tokens: dict[RequestId, SampledToken] = field(default_factory=dict)
+    failures: dict[RequestId, str] = field(default_factory=dict)
+    lane_bytes: Mapping[Lane, int] = field(default_factory=dict)
+    is_replayed: bool = False
 
 
 class SectionClock:
@@ -44,6 +55,7 @@ class ModelRunner:
 
     Args:
         forward: how the model is called: `call_model`, or a test's that fails.
+        decode_steps: decode steps of fixed shape; None: every step takes the ordinary path.
     """
 
     def __init__(
@@ -55,6 +67,7 @@ class ModelRunner:
         copies: CopyEngine,
         device: torch.device,
         forward: Forward,
+        decode_steps: DecodeSteps | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -62,6 +75,7 @@ class ModelRunner:
         self._copies = copies
         self._device = device
         self._forward = forward
+        self._decode_steps = decode_steps
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -78,46 +92,64 @@ class ModelRunner:
         moves = self._copies.run(plan.moves)
         clock.lap("moves")
         failures: dict[RequestId, str] = {}
-        tokens: dict[RequestId, SampledToken] = {}
+        computed = _Computed()
         while plan.requests:
             try:
-                tokens, bad = self._compute(plan, clock)
-                failures |= bad
+                computed = self._compute(plan, clock)
                 break
             except torch.OutOfMemoryError as error:
                 largest = max(plan.requests, key=lambda request: len(request.token_ids) + request.start)
                 failures[largest.request_id] = f"no memory left on the accelerator for this request: {error}"
                 logger.warning("request %s failed: out of accelerator memory", largest.request_id)
                 plan = replace(plan, requests=tuple(r for r in plan.requests if r is not largest))
-        lane_bytes = self._attention.lane_bytes if plan.requests else {}
         clock.seconds["total"] = clock.total()
         return StepResult(
-            tokens=tokens,
-            failures=failures,
+            tokens=computed.tokens,
+            failures=failures | computed.failures,
             finished_moves=moves.finished,
             failed_moves=moves.failed,
             seconds=clock.seconds,
-            lane_bytes=lane_bytes,
+            lane_bytes=computed.lane_bytes,
+            is_replayed=computed.is_replayed,
+            num_graph_failures=self._decode_steps.num_failures if self._decode_steps is not None else 0,
         )
 
-    def _compute(
-        self, plan: StepPlan, clock: SectionClock
-    ) -> tuple[dict[RequestId, SampledToken], dict[RequestId, str]]:
+    def _compute(self, plan: StepPlan, clock: SectionClock) -> _Computed:
+        output = self._decode_steps.try_run(plan.requests) if self._decode_steps is not None else None
+        if output is not None:
+            clock.lap("forward")
+            return self._finish_decode(plan, output, clock)
         batch = InputBatch.of(plan.requests, self._device)
         self._attention.begin(plan.requests)
         clock.lap("prepare")
         hidden = self._forward(self._model, batch, self._attention)  # [T, E]
         if not batch.sampled_ids:
             clock.lap("forward")
-            return {}, {}
+            return _Computed(lane_bytes=self._attention.lane_bytes)
         logits = self._model.logits(hidden[batch.sampled_rows])  # [B, V] fp32
         clock.lap("forward")
         tokens, failures = self._sampler.sample(logits, batch.sampled_ids, batch.allowed_tokens)
         clock.lap("sample")
-        return tokens, failures
+        return _Computed(tokens=tokens, failures=failures, lane_bytes=self._attention.lane_bytes)
+
+    def _finish_decode(self, plan: StepPlan, output: DecodeOutput, clock: SectionClock) -> _Computed:
+        """Take the tokens that the step has chosen already, or sample from its logits."""
+        rows = [row for row, request in enumerate(plan.requests) if request.is_sampled]
+        ids = [plan.requests[row].request_id for row in rows]
+        tokens: dict[RequestId, SampledToken] = {}
+        failures: dict[RequestId, str] = {}
+        if self._sampler.takes_likeliest(ids):
+            chosen = output.chosen.tolist()
+            tokens, failures = self._sampler.keep(ids, [chosen[row] for row in rows])
+        elif rows:
+            is_whole = len(rows) == len(plan.requests)
+            allowed = [plan.requests[row].allowed_tokens for row in rows]
+            tokens, failures = self._sampler.sample(output.logits if is_whole else output.logits[rows], ids, allowed)
+        clock.lap("sample")
+        return _Computed(tokens=tokens, failures=failures, lane_bytes=output.lane_bytes, is_replayed=output.is_replayed)
 
 
-def call_model(model: CausalLM, batch: InputBatch, attention: TieredAttention) -> torch.Tensor:
+def call_model(model: CausalLM, batch: InputBatch, attention: AttentionOp) -> torch.Tensor:
     """Hidden states [T, E] of a batch."""
     hidden = model(batch.token_ids, batch.positions, attention)
     if not isinstance(hidden, torch.Tensor):

@@ -89,7 +89,7 @@ class Sampler:
         )
         for row_idx, (request_id, state, token_id, is_row_finite, is_row_possible) in enumerate(rows):
             if not is_row_finite:
-                failures[request_id] = f"the model's logits are not finite after {state.num_output_tokens} tokens"
+                failures[request_id] = _not_finite(state)
                 continue
             if not is_row_possible:
                 failures[request_id] = (
@@ -113,6 +113,25 @@ class Sampler:
         is_forbidden = bits.flatten(1)[:, : self._vocab_size] == 0  # [R, V]
         logits[rows] = logits[rows].masked_fill(is_forbidden, -torch.inf)
 
+    def takes_likeliest(self, request_ids: Sequence[RequestId]) -> bool:
+        """Whether `sample` would give each of the requests its likeliest token and nothing besides."""
+        return all(_is_plain(self._states[request_id]) for request_id in request_ids)
+
+    def keep(
+        self, request_ids: Sequence[RequestId], chosen: Sequence[int]
+    ) -> tuple[dict[RequestId, SampledToken], dict[RequestId, str]]:
+        """What `sample` returns, for requests whose likeliest tokens are known; −1 where logits are not finite."""
+        tokens: dict[RequestId, SampledToken] = {}
+        failures: dict[RequestId, str] = {}
+        for request_id, token_id in zip(request_ids, chosen, strict=True):
+            state = self._states[request_id]
+            if token_id < 0:
+                failures[request_id] = _not_finite(state)
+            else:
+                state.num_output_tokens += 1
+                tokens[request_id] = SampledToken(token_id=token_id)
+        return tokens, failures
+
     def _choose(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
         chosen = logits.argmax(dim=-1)  # [B]
         random_rows = [idx for idx, state in enumerate(states) if state.params.temperature > 0]
@@ -123,6 +142,22 @@ class Sampler:
 
     def _ids(self, token_ids: Sequence[int]) -> Tensor:
         return torch.tensor(list(token_ids), dtype=torch.int64, device=self._device)
+
+
+def _not_finite(state: SamplingState) -> str:
+    return f"the model's logits are not finite after {state.num_output_tokens} tokens"
+
+
+def _is_plain(state: SamplingState) -> bool:
+    params = state.params
+    return (
+        params.temperature == 0
+        and params.logprobs is None
+        and params.guide is None
+        and not params.logit_bias
+        and state.output_counts is None
+        and (state.num_output_tokens >= params.min_output_tokens or not state.stop_ids.numel())
+    )
 
 
 def _has_penalty(params: SamplingParams) -> bool:

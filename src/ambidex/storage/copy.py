@@ -31,7 +31,7 @@ class MoveOutcome:
 
 
 def copy_block(source: KVPool, source_id: int, target: KVPool, target_id: int) -> None:
-    """Copy one block between two pools of the same spec.
+    """Copy one block between two pools; where their orders or formats differ, it is laid out anew on the way.
 
     Cost: one copy of K and one of V; across devices the host waits for them.
     Raises:
@@ -40,8 +40,11 @@ def copy_block(source: KVPool, source_id: int, target: KVPool, target_id: int) -
     for pool, block_id in ((source, source_id), (target, target_id)):
         if not 0 <= block_id < pool.num_blocks:
             raise CopyError(f"block {block_id} is not on tier {pool.tier}, which has {pool.num_blocks} blocks")
-    target.k[:, :, target_id].copy_(source.k[:, :, source_id])
-    target.v[:, :, target_id].copy_(source.v[:, :, source_id])
+    if source.spec == target.spec:
+        for to, part in zip(target.tensors, source.tensors, strict=True):
+            to[:, :, target_id].copy_(part[:, :, source_id])
+    else:
+        target.write_block(target_id, *source.read_block(source_id))
 
 
 class CopyEngine:

@@ -1,5 +1,10 @@
-"""`KVPool`: the KV bytes of one tier. Which block belongs to whom is the control plane's business (`kv/`)."""
+"""The KV bytes of one tier. Which block belongs to whom is the control plane's business (`kv/`).
 
+`KVPool` is what copies and attention know of a pool; `RowKVPool` keeps rows as they are, `TiledKVPool`
+(`storage/tiled_pool.py`) keeps them in the order that the native CPU kernels read.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -11,22 +16,24 @@ from ambidex.core.errors import TierFullError
 from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVSpec
 from ambidex.core.units import format_size
+from ambidex.kernels import api
 from ambidex.storage.pinned import register_pinned
 
 TORCH_DTYPES: Final[Mapping[DType, torch.dtype]] = {
     DType.FP32: torch.float32,
     DType.BF16: torch.bfloat16,
     DType.FP16: torch.float16,
+    DType.INT8: torch.int8,
 }
 
 
-class KVPool:
+class KVPool(ABC):
     """K and V of `num_blocks` blocks on one tier, in the layout of `docs/kv_layout.md`.
 
     Memory is neither zeroed nor touched: a row holds anything until it is stored.
 
     Args:
-        spec: layers, heads, head_dim, dtype and block size.
+        spec: layers, heads, head_dim, dtype, block size and order of the numbers.
         num_blocks: may be 0.
         device: where the tensors lie; the host for DRAM.
         pinned: ask for pinned host memory; `is_pinned` and `num_pin_failures` say what came of it.
@@ -49,8 +56,8 @@ class KVPool:
         self.tier = tier
         self.num_blocks = num_blocks
         self.device = device
-        self.k = self._allocate()  # [L, Hkv, N, P, D]
-        self.v = self._allocate()  # [L, Hkv, N, P, D]
+        self.k = self._allocate()  # [L, Hkv, N, P, row_size]
+        self.v = self._allocate()  # [L, Hkv, N, P, row_size]
         self._layers = tuple(zip(self.k, self.v, strict=True))
         self.num_pin_failures = sum(not register(part, self) for part in (self.k, self.v)) if pinned else 0
         self.is_pinned = pinned and self.num_pin_failures == 0
@@ -60,13 +67,39 @@ class KVPool:
         """Bytes of K and V of all blocks."""
         return self.num_blocks * self.spec.bytes_per_block
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that belongs to blocks, each [L, Hkv, N, …]: what a copy to a pool of the same spec copies."""
+        return (self.k, self.v)
+
     def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """K and V of one layer, each [Hkv, N, P, D]; views."""
+        """K and V of one layer, each [Hkv, N, P, row_size], in the pool's order; views."""
         return self._layers[layer_idx]
+
+    @abstractmethod
+    def store(self, layer_idx: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write K and V of new tokens.
+
+        Args:
+            slots: [T] int64 on the pool's device, block_id · P + offset, no two alike.
+            k, v: [T, Hkv, D] on the pool's device, in a floating format; rounded to the pool's.
+        """
+
+    @abstractmethod
+    def round(self, rows: Tensor) -> Tensor:
+        """K or V rows [T, Hkv, D] as whoever reads them from the pool later sees them, in the dtype of `rows`."""
+
+    @abstractmethod
+    def read_block(self, block_id: int) -> tuple[Tensor, Tensor]:
+        """K and V rows of a block in all layers, each [L, Hkv, P, D] on the pool's device."""
+
+    @abstractmethod
+    def write_block(self, block_id: int, k: Tensor, v: Tensor) -> None:
+        """Fill a block with rows [L, Hkv, P, D] of any device and floating format."""
 
     def _allocate(self) -> Tensor:
         spec = self.spec
-        shape = (spec.num_layers, spec.num_kv_heads, self.num_blocks, spec.block_size, spec.head_dim)
+        shape = (spec.num_layers, spec.num_kv_heads, self.num_blocks, spec.block_size, spec.row_size)
         try:
             return torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype], device=self.device)
         except RuntimeError as error:  # torch.OutOfMemoryError on a GPU is one, too
@@ -74,3 +107,21 @@ class KVPool:
                 f"tier {self.tier}: no {format_size(self.num_bytes)} for {self.num_blocks} KV blocks on {self.device}: "
                 f"ask for fewer tokens or a smaller budget"
             ) from error
+
+
+class RowKVPool(KVPool):
+    """A pool whose rows stand as the model made them: what the accelerator's ops and torch's read."""
+
+    def store(self, layer_idx: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        for pool, rows in zip(self.layer(layer_idx), (k, v), strict=True):
+            api.store_rows(pool, slots, rows.to(pool.dtype))
+
+    def round(self, rows: Tensor) -> Tensor:
+        return rows.to(self.k.dtype).to(rows.dtype)
+
+    def read_block(self, block_id: int) -> tuple[Tensor, Tensor]:
+        return self.k[:, :, block_id], self.v[:, :, block_id]
+
+    def write_block(self, block_id: int, k: Tensor, v: Tensor) -> None:
+        self.k[:, :, block_id].copy_(k)
+        self.v[:, :, block_id].copy_(v)

@@ -1,5 +1,7 @@
 """How `build_step` cuts a step."""
 
+from collections.abc import Collection
+
 import torch
 
 from ambidex.attention.metadata import OldKeys, StepAttention, build_step
@@ -19,8 +21,9 @@ def scheduled(start: int, num_tokens: int, *blocks: tuple[Tier, int]) -> Schedul
     )
 
 
-def build(*requests: ScheduledRequest, window: int | None = None) -> StepAttention:
-    return build_step(requests, block_size=4, windows=(window,), devices={Tier.GPU: CPU, Tier.DRAM: CPU})
+def build(*requests: ScheduledRequest, window: int | None = None, reads_own: Collection[Tier] = ()) -> StepAttention:
+    devices = {Tier.GPU: CPU, Tier.DRAM: CPU}
+    return build_step(requests, block_size=4, windows=(window,), devices=devices, reads_own=reads_own)
 
 
 def old_keys(step: StepAttention, tier: Tier) -> OldKeys:
@@ -87,7 +90,8 @@ def test_build_step_with_consecutive_block_ids_offers_a_run() -> None:
 
 def test_build_step_with_window_shorter_than_a_chunk_bands_the_chunk() -> None:
     (view,) = build(scheduled(0, 3, (Tier.GPU, 0)), window=2).views.values()
-    (chunk,) = view.chunks
+    assert view.own is not None
+    (chunk,) = view.own.chunks
     assert chunk.mask is not None
     assert chunk.mask.tolist() == [[True, False, False], [True, True, False], [False, True, True]]
 
@@ -98,4 +102,34 @@ def test_build_step_places_requests_behind_each_other() -> None:
     assert step.num_tokens == 4
     assert [keys.rows for keys in view.old[Tier.GPU]] == [slice(0, 1), slice(1, 4)]
     assert [keys.block_ids.tolist() for keys in view.old[Tier.GPU]] == [[0], [2]]
-    assert [chunk.rows for chunk in view.chunks] == [slice(1, 4)]
+    assert view.own is not None
+    assert [chunk.rows for chunk in view.own.chunks] == [slice(1, 4)]
+    assert view.own.single_rows is not None
+    assert view.own.single_rows.tolist() == [0]
+
+
+def test_build_step_counts_a_single_new_token_among_the_old_keys_of_a_tier_that_reads_it() -> None:
+    step = build(scheduled(5, 1, (Tier.GPU, 0), (Tier.DRAM, 1)), reads_own={Tier.DRAM}, window=3)  # sees keys 3, 4, 5
+    (view,) = step.views.values()
+    assert view.own is None
+    assert (old_keys(step, Tier.GPU).keys, old_keys(step, Tier.DRAM).keys) == (slice(3, 4), slice(0, 2))
+    assert view.num_keys == {Tier.GPU: 1, Tier.DRAM: 2}
+
+
+def test_build_step_never_reads_own_keys_of_a_chunk_or_of_another_tier_from_a_pool() -> None:
+    step = build(
+        scheduled(5, 2, (Tier.GPU, 0), (Tier.DRAM, 1)),
+        scheduled(4, 1, (Tier.GPU, 2), (Tier.GPU, 3)),
+        reads_own={Tier.DRAM},
+    )
+    (view,) = step.views.values()
+    assert [keys.keys for keys in view.old[Tier.DRAM]] == [slice(0, 1)]
+    assert [keys.keys for keys in view.old[Tier.GPU]] == [slice(0, 4), slice(0, 4)]
+    assert view.num_keys == {Tier.GPU: 8 + 3, Tier.DRAM: 1}
+
+
+def test_build_step_of_single_tokens_alone_says_so() -> None:
+    (view,) = build(scheduled(4, 1, (Tier.GPU, 2), (Tier.GPU, 3)), scheduled(0, 1, (Tier.GPU, 4))).views.values()
+    assert view.own is not None
+    assert view.own.all_are_single
+    assert view.own.chunks == ()

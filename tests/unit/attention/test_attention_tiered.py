@@ -33,13 +33,24 @@ RAGGED_STEPS = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", list(DType))
-@pytest.mark.parametrize("block_size", [1, 4, 7])
+@pytest.mark.parametrize("dtype", [DType.FP32, DType.BF16, DType.FP16])
+@pytest.mark.parametrize("block_size", [1, 4, 7, 16])
 @pytest.mark.parametrize("split", SPLITS)
 def test_attend_over_ragged_steps_equals_whole_context(split: str, block_size: int, dtype: DType, device: str) -> None:
     spec = make_model_spec((None, 5))
     world = TieredWorld(spec, SPLITS[split], block_size=block_size, dtype=dtype, device=device)
     for work in RAGGED_STEPS:
+        world.step(work)
+
+
+@pytest.mark.parametrize("kv_dtype", [DType.BF16, DType.FP16, DType.INT8])
+@pytest.mark.parametrize("windows", [(None, 5), (20, 1)])
+@pytest.mark.parametrize("split", SPLITS)
+def test_attend_over_tiles_narrower_than_the_queries_equals_whole_context_of_rounded_rows(
+    split: str, windows: tuple[int | None, ...], kv_dtype: DType
+) -> None:
+    world = TieredWorld(make_model_spec(windows), SPLITS[split], block_size=16, dtype=DType.FP32, kv_dtype=kv_dtype)
+    for work in [*RAGGED_STEPS, [(0, 20), (1, 1)], [(1, 70), (2, 1)], [(0, 1), (1, 1), (2, 1)]]:
         world.step(work)
 
 
@@ -86,7 +97,7 @@ def test_attend_over_random_steps_equals_whole_context(data: st.DataObject) -> N
     world = TieredWorld(
         make_model_spec(windows),
         lambda request, block: tiers[(7 * request + block) % len(tiers)],
-        block_size=data.draw(st.integers(1, 6)),
+        block_size=data.draw(st.integers(1, 6) | st.just(16)),
         num_blocks={Tier.GPU: 160, Tier.DRAM: 160},
         seed=data.draw(st.integers(0, 1000)),
     )

@@ -9,12 +9,14 @@ from torch import Tensor
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.dtypes import DType
 from ambidex.core.ids import BlockId, RequestId, Tier
-from ambidex.core.kv_spec import KVSpec
+from ambidex.core.kv_spec import TILE_TOKENS, KVOrder, KVSpec
 from ambidex.core.model_spec import Activation, ModelSpec
 from ambidex.core.step import BlockRef, ScheduledRequest
-from ambidex.storage.kv_pool import TORCH_DTYPES, KVPool
+from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
+from ambidex.storage.kv_pool import TORCH_DTYPES, KVPool, RowKVPool
+from ambidex.storage.tiled_pool import TiledKVPool
 from dense_attention import visible_keys
-from truth import assert_within_twice_plain, naive_attend
+from truth import assert_within_twice_plain, naive_attend, plain_int8_attend
 
 TierOf = Callable[[int, int], Tier]
 
@@ -43,22 +45,31 @@ def make_model_spec(
 def make_pools(
     spec: ModelSpec, num_blocks: dict[Tier, int], *, block_size: int, dtype: DType = DType.FP32, device: str = "cpu"
 ) -> dict[Tier, KVPool]:
-    """Pools full of NaN: what was never stored must never be seen."""
-    kv_spec = KVSpec.of(spec, dtype=dtype, block_size=block_size)
+    """Pools full of NaN: what was never stored must never be seen. In host memory they are in tiles if they can."""
     pools = {
-        tier: KVPool(kv_spec, tier, count, device=torch.device(device if tier is Tier.GPU else "cpu"), pinned=False)
+        tier: _make_pool(spec, tier, count, block_size, dtype, device if tier is Tier.GPU else "cpu")
         for tier, count in num_blocks.items()
     }
     for pool in pools.values():
-        pool.k.fill_(torch.nan)
-        pool.v.fill_(torch.nan)
+        for part in pool.tensors:
+            part.fill_(torch.nan if part.is_floating_point() else 99)
     return pools
+
+
+def _make_pool(spec: ModelSpec, tier: Tier, num_blocks: int, block_size: int, dtype: DType, device: str) -> KVPool:
+    is_tiled = device == "cpu" and block_size % TILE_TOKENS == 0
+    order = KVOrder.TILES if is_tiled else KVOrder.ROWS
+    kv_spec = KVSpec.of(spec, dtype=dtype, block_size=block_size, order=order)
+    if is_tiled:
+        return TiledKVPool(kv_spec, tier, num_blocks, native=AttentionPool(ThreadPool(2)), pinned=False)
+    return RowKVPool(kv_spec, tier, num_blocks, device=torch.device(device), pinned=False)
 
 
 class TieredWorld:
     """Runs steps through `TieredAttention` and checks each layer's output against attention over the whole context.
 
-    `tier_of(request_idx, block_idx)` says where a block is placed; ids are drawn at random.
+    `tier_of(request_idx, block_idx)` says where a block is placed; ids are drawn at random. `kv_dtype`: the format of
+    both pools, `dtype` unless named.
     """
 
     def __init__(
@@ -69,13 +80,15 @@ class TieredWorld:
         block_size: int,
         num_blocks: dict[Tier, int] | None = None,
         dtype: DType = DType.FP32,
+        kv_dtype: DType | None = None,
         device: str = "cpu",
         seed: int = 0,
     ) -> None:
         num_blocks = num_blocks or {Tier.GPU: 64, Tier.DRAM: 64}
         self.spec, self.tier_of, self.block_size, self.device = spec, tier_of, block_size, device
         self.dtype = TORCH_DTYPES[dtype]
-        self.pools = make_pools(spec, num_blocks, block_size=block_size, dtype=dtype, device=device)
+        self.kv_dtype = kv_dtype or dtype
+        self.pools = make_pools(spec, num_blocks, block_size=block_size, dtype=self.kv_dtype, device=device)
         self.attention = TieredAttention(spec, self.pools)
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
@@ -115,7 +128,7 @@ class TieredWorld:
                 row += num_tokens
 
     def _check(self, request_idx: int, layer_idx: int, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
-        k, v = k.transpose(0, 1), v.transpose(0, 1)
+        k, v = (self.pools[Tier.GPU].round(rows.to(self.device)).cpu().transpose(0, 1) for rows in (k, v))
         if (request_idx, layer_idx) in self.contexts:
             old_k, old_v = self.contexts[request_idx, layer_idx]
             k, v = torch.cat((old_k, k), 1), torch.cat((old_v, v), 1)
@@ -124,6 +137,8 @@ class TieredWorld:
         scale = self.spec.head_dim**-0.5
         truth, _ = naive_attend(q.double(), k.double(), v.double(), scale, visible)
         plain, _ = naive_attend(q, k, v, scale, visible)
+        if self.kv_dtype is DType.INT8:  # queries and probabilities are rounded to 8 bits, too, as in a plain int8 run
+            plain = plain_int8_attend(q, k, v, scale, visible)
         assert_within_twice_plain(out, plain, truth, num_roundings=4)  # own, GPU and CPU states, result
 
     def _head_counts(self) -> tuple[int, int, int]:

@@ -16,6 +16,7 @@ from ambidex.core.errors import InternalError, ModelFileError, UnsupportedModelE
 from ambidex.formats.hf_config import spec_from_hf
 from ambidex.formats.locate import find_model
 from ambidex.models.base import CausalLM
+from ambidex.models.registry import build_model
 from ambidex.models.weights import load_weights, make_dummy_weights
 from small_checkpoints import (
     CONFIG,
@@ -284,3 +285,22 @@ def test_dummy_when_parameters_are_meta_makes_them() -> None:
     make_dummy_weights(model, seed=0, device=CPU, dtype=torch.float16)
     assert model.second.weight is model.first.weight
     assert (model.first.weight.device, model.first.weight.dtype) == (CPU, torch.float16)
+
+
+def test_load_when_a_number_does_not_fit_into_fp16_names_the_tensor(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(CONFIG)
+    checkpoint[Q_PROJ][1, 2] = -7e4
+    save(tmp_path, checkpoint)
+    with pytest.raises(WeightsError, match=rf"{Q_PROJ} holds 70000, beyond the 65504 of fp16: use --dtype bf16"):
+        load(tmp_path, dtype=torch.float16)
+
+
+def test_load_when_vectors_have_a_format_of_their_own_keeps_them_in_it(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(CONFIG)
+    save(tmp_path, checkpoint)
+    spec = spec_from_hf(CONFIG)
+    model = build_model(spec, device=CPU, dtype=torch.bfloat16, activation_dtype=torch.float32)
+    load_weights(model, spec, find_model(str(tmp_path)), device=CPU, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == (torch.bfloat16 if parameter.dim() == 2 else torch.float32)
+        assert torch.equal(parameter, checkpoint[name].to(parameter.dtype))

@@ -11,7 +11,7 @@ from ambidex.core.ids import BlockId, MoveId, Tier
 from ambidex.core.kv_spec import KVSpec
 from ambidex.core.step import BlockMove, BlockRef
 from ambidex.storage.copy import CopyEngine, MoveOutcome, copy_block
-from ambidex.storage.kv_pool import KVPool
+from ambidex.storage.kv_pool import KVPool, RowKVPool
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SPEC = KVSpec(num_layers=3, num_kv_heads=2, head_dim=8, dtype=DType.FP32, block_size=4)
@@ -19,8 +19,8 @@ SPEC = KVSpec(num_layers=3, num_kv_heads=2, head_dim=8, dtype=DType.FP32, block_
 
 def make_pools(device: str = "cpu", *, pinned: bool = False) -> dict[Tier, KVPool]:
     pools = {
-        Tier.GPU: KVPool(SPEC, Tier.GPU, 4, device=torch.device(device), pinned=False),
-        Tier.DRAM: KVPool(SPEC, Tier.DRAM, 6, device=torch.device("cpu"), pinned=pinned),
+        Tier.GPU: RowKVPool(SPEC, Tier.GPU, 4, device=torch.device(device), pinned=False),
+        Tier.DRAM: RowKVPool(SPEC, Tier.DRAM, 6, device=torch.device("cpu"), pinned=pinned),
     }
     for pool in pools.values():
         pool.k.normal_()

@@ -7,7 +7,7 @@ from ambidex.core.dtypes import DType
 from ambidex.core.errors import TierFullError
 from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVSpec
-from ambidex.storage.kv_pool import KVPool
+from ambidex.storage.kv_pool import RowKVPool
 from ambidex.storage.pinned import register_pinned
 
 CPU = torch.device("cpu")
@@ -18,14 +18,14 @@ def make_kv_spec(*, num_layers: int = 3, dtype: DType = DType.BF16) -> KVSpec:
 
 
 def test_kv_pool_has_the_layout_of_its_spec() -> None:
-    pool = KVPool(make_kv_spec(), Tier.DRAM, 5, device=CPU, pinned=False)
+    pool = RowKVPool(make_kv_spec(), Tier.DRAM, 5, device=CPU, pinned=False)
     assert pool.k.shape == pool.v.shape == (3, 2, 5, 4, 8)
     assert pool.k.dtype == pool.v.dtype == torch.bfloat16
     assert pool.num_bytes == pool.k.nbytes + pool.v.nbytes
 
 
 def test_kv_pool_layer_is_a_view() -> None:
-    pool = KVPool(make_kv_spec(), Tier.DRAM, 5, device=CPU, pinned=False)
+    pool = RowKVPool(make_kv_spec(), Tier.DRAM, 5, device=CPU, pinned=False)
     k, v = pool.layer(1)
     k.fill_(1.0)
     v.fill_(2.0)
@@ -34,25 +34,25 @@ def test_kv_pool_layer_is_a_view() -> None:
 
 
 def test_kv_pool_of_zero_blocks_is_legal() -> None:
-    pool = KVPool(make_kv_spec(), Tier.GPU, 0, device=CPU, pinned=False)
+    pool = RowKVPool(make_kv_spec(), Tier.GPU, 0, device=CPU, pinned=False)
     assert pool.num_bytes == 0
     assert pool.layer(2)[0].shape == (2, 0, 4, 8)
 
 
 def test_kv_pool_when_memory_is_short_raises() -> None:
     with pytest.raises(TierFullError, match=r"tier dram: no .* for 4611686018427 KV blocks on cpu"):
-        KVPool(make_kv_spec(), Tier.DRAM, 2**62 // 10**6, device=CPU, pinned=False)
+        RowKVPool(make_kv_spec(), Tier.DRAM, 2**62 // 10**6, device=CPU, pinned=False)
 
 
 def test_kv_pool_when_pinning_fails_goes_on_and_counts() -> None:
-    pool = KVPool(make_kv_spec(), Tier.DRAM, 5, device=CPU, pinned=True, register=lambda _tensor, _owner: False)
+    pool = RowKVPool(make_kv_spec(), Tier.DRAM, 5, device=CPU, pinned=True, register=lambda _tensor, _owner: False)
     assert not pool.is_pinned
     assert pool.num_pin_failures == 2
 
 
 def test_kv_pool_when_pinning_works_is_pinned() -> None:
     seen: list[int] = []
-    pool = KVPool(
+    pool = RowKVPool(
         make_kv_spec(), Tier.DRAM, 5, device=CPU, pinned=True,
         register=lambda tensor, _owner: seen.append(tensor.nbytes) is None,
     )  # fmt: skip
@@ -62,7 +62,7 @@ def test_kv_pool_when_pinning_works_is_pinned() -> None:
 
 
 def test_kv_pool_not_asked_to_pin_is_not_pinned() -> None:
-    pool = KVPool(make_kv_spec(), Tier.DRAM, 5, device=CPU, pinned=False, register=lambda _tensor, _owner: True)
+    pool = RowKVPool(make_kv_spec(), Tier.DRAM, 5, device=CPU, pinned=False, register=lambda _tensor, _owner: True)
     assert not pool.is_pinned
     assert pool.num_pin_failures == 0
 
@@ -70,7 +70,7 @@ def test_kv_pool_not_asked_to_pin_is_not_pinned() -> None:
 @pytest.mark.gpu
 def test_kv_pool_pinned_for_cuda_is_pinned_and_pins_again_after_release() -> None:
     for _ in range(2):
-        pool = KVPool(make_kv_spec(), Tier.DRAM, 100, device=CPU, pinned=True)
+        pool = RowKVPool(make_kv_spec(), Tier.DRAM, 100, device=CPU, pinned=True)
         assert pool.is_pinned
         assert pool.k.is_pinned()
         del pool
@@ -78,6 +78,6 @@ def test_kv_pool_pinned_for_cuda_is_pinned_and_pins_again_after_release() -> Non
 
 @pytest.mark.gpu
 def test_kv_pool_when_the_driver_refuses_to_pin_leaves_cuda_usable() -> None:
-    pool = KVPool(make_kv_spec(), Tier.DRAM, 100, device=CPU, pinned=True)
+    pool = RowKVPool(make_kv_spec(), Tier.DRAM, 100, device=CPU, pinned=True)
     assert not register_pinned(pool.k, pool)  # registered already
     assert torch.ones(3, device="cuda").sum().item() == 3

@@ -34,7 +34,7 @@ def isa() -> str:
     Raises:
         NativeModuleError: the compiled module is missing or does not load.
     """
-    _check_loaded()
+    check_loaded()
     return _native.isa()
 
 
@@ -44,7 +44,7 @@ def available_isas() -> tuple[str, ...]:
     Raises:
         NativeModuleError: the compiled module is missing or does not load.
     """
-    _check_loaded()
+    check_loaded()
     return tuple(_native.available_isas())
 
 
@@ -65,7 +65,7 @@ def merge_states(
         ValueError: this machine does not run `isa`.
     Cost: moves 3 * T * Hq * D floats in the calling thread, with the GIL released.
     """
-    _check_loaded()
+    check_loaded()
     check_shapes(out_a=(out_a, "T Hq D"), lse_a=(lse_a, "T Hq"), out_b=(out_b, "T Hq D"), lse_b=(lse_b, "T Hq"))
     _check_layout(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
@@ -113,7 +113,7 @@ class KeyBatch:
         *,
         block_size: int,
     ) -> None:
-        _check_loaded()
+        check_loaded()
         arrays = [t.numpy() for t in (block_ids, block_offsets, first_key, num_keys, row_offsets)]
         try:
             self.native = _native.KeyBatch(*arrays, block_size=block_size)
@@ -122,11 +122,8 @@ class KeyBatch:
         self.num_rows = int(row_offsets[-1])
 
 
-class AttentionPool:
-    """Threads and scratch memory for attention over tiled pools (docs/kv_layout.md, "Tile order").
-
-    A tiled pool is K or V of one layer: [Hkv, N, P, padded_dim] in CPU memory, contiguous, N blocks of P tokens (a
-    multiple of 16), the numbers of a block in tile order. Rows that were never stored may hold anything.
+class ThreadPool:
+    """Pinned threads that native ops share: one pool for a process, handed to everything that computes on its cores.
 
     Args:
         num_threads: threads that a call uses, the caller's included. The others are pinned, each to a processor of its
@@ -138,18 +135,40 @@ class AttentionPool:
     """
 
     def __init__(self, num_threads: int, *, spin_us: int = 50) -> None:
-        _check_loaded()
-        self._native = _native.AttentionPool(num_threads=num_threads, spin_us=spin_us)
+        check_loaded()
+        self.native = _native.ThreadPool(num_threads=num_threads, spin_us=spin_us)
 
     @property
     def num_threads(self) -> int:
         """Threads that a call uses, the caller's included."""
-        return self._native.num_threads
+        return self.native.num_threads
 
     @property
     def num_pin_failures(self) -> int:
         """Threads that the operating system did not pin: they run, but may be moved and share a processor."""
-        return self._native.num_pin_failures
+        return self.native.num_pin_failures
+
+    def read(self, buffer: Tensor) -> int:
+        """Read a contiguous uint8 tensor with all threads: the measure of every op that reads memory.
+
+        Returns:
+            A sum that depends on every byte.
+        """
+        return self.native.read(buffer.numpy())
+
+
+class AttentionPool:
+    """Attention over tiled pools (docs/kv_layout.md, "Tile order"), and the scratch memory that it keeps.
+
+    A tiled pool is K or V of one layer: [Hkv, N, P, padded_dim] in CPU memory, contiguous, N blocks of P tokens (a
+    multiple of 16), the numbers of a block in tile order. Rows that were never stored may hold anything.
+
+    Args:
+        threads: who computes; calls with the same threads run one after the other.
+    """
+
+    def __init__(self, threads: ThreadPool) -> None:
+        self._native = _native.AttentionPool(threads.native)
 
     def attend_blocks(
         self,
@@ -184,13 +203,13 @@ class AttentionPool:
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
         try:
             self._native.attend_blocks(
-                _array(q),
-                _number(q),
-                _array(k_pool),
-                _array(v_pool),
-                _number(k_pool),
-                None if k_scales is None else _array(k_scales),
-                None if v_scales is None else _array(v_scales),
+                array_of(q),
+                number_of(q),
+                array_of(k_pool),
+                array_of(v_pool),
+                number_of(k_pool),
+                None if k_scales is None else array_of(k_scales),
+                None if v_scales is None else array_of(v_scales),
                 batch.native,
                 scale,
                 out.numpy(),
@@ -244,29 +263,21 @@ class AttentionPool:
         """
         rows = torch.empty((pool.shape[0], num_keys, head_dim), dtype=pool.dtype)
         try:
-            self._native.gather_rows(part, _array(pool), block_ids.numpy(), first_key, _array(rows))
+            self._native.gather_rows(part, array_of(pool), block_ids.numpy(), first_key, array_of(rows))
         except (TypeError, ValueError) as error:
             raise ShapeError(f"gather_rows: {error}") from error
         return rows
-
-    def read(self, buffer: Tensor) -> int:
-        """Read a contiguous uint8 tensor with all threads: the measure for everything above.
-
-        Returns:
-            A sum that depends on every byte.
-        """
-        return self._native.read(buffer.numpy())
 
     def _copy(self, op: str, part: str, pool: Tensor, places: npt.NDArray[np.int64], rows: Tensor) -> None:
         if pool.dtype != rows.dtype:
             raise ShapeError(f"{op}: rows are {rows.dtype}, the pool is {pool.dtype}")
         try:
-            getattr(self._native, op)(part, _array(pool), places, _array(rows))
+            getattr(self._native, op)(part, array_of(pool), places, array_of(rows))
         except (TypeError, ValueError) as error:
             raise ShapeError(f"{op}: {error}") from error
 
 
-def _number(tensor: Tensor) -> str:
+def number_of(tensor: Tensor) -> str:
     """The native name of a tensor's dtype.
 
     Raises:
@@ -278,7 +289,7 @@ def _number(tensor: Tensor) -> str:
     return name
 
 
-def _array(tensor: Tensor) -> npt.NDArray[np.generic]:
+def array_of(tensor: Tensor) -> npt.NDArray[np.generic]:
     """The tensor's memory as an array; 16-bit floats as integers, since numpy has no bf16."""
     if not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise ShapeError(f"expected a contiguous tensor on cpu, got strides {tensor.stride()} on {tensor.device}")
@@ -286,7 +297,8 @@ def _array(tensor: Tensor) -> npt.NDArray[np.generic]:
     return array
 
 
-def _check_loaded() -> None:
+def check_loaded() -> None:
+    """Raise NativeModuleError unless the compiled module is there."""
     if _import_error is not None:
         raise NativeModuleError(
             f"the compiled module ambidex._native cannot be loaded ({_import_error}): build it with `make setup` "

@@ -11,6 +11,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (scaled * weight.float()).to(x.dtype)
 
 
+def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `kernels.api.add_rms_norm`."""
+    total = x + update
+    return total, rms_norm(total, weight, eps)
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """See `kernels.api.layer_norm`. Source: arXiv:1607.06450."""
     x_fp32 = x.float()

@@ -1,0 +1,321 @@
+"""How fast is decode on a GPU whose memory holds the whole KV cache, against what its memory bandwidth allows?
+
+    .venv/bin/python bench/decode_gpu.py                              # Llama-3.1-8B's shape, random weights, bf16
+    .venv/bin/python bench/decode_gpu.py --points 1x2048 --profile    # where the time of a step goes
+
+Each point is BATCHxCONTEXT. Random prompts are computed in large chunks, then steps are timed, from the scheduler to
+the chosen tokens on the host. Floor: every weight but the embedding once, and K and V that the attention reads, over
+the read bandwidth measured in the same run. Appends one JSON line to bench/results/decode_gpu.jsonl.
+"""
+
+import argparse
+import json
+import random
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from tokenizers import Tokenizer, models
+
+from ambidex import EngineConfig, SamplingParams
+from ambidex.core.config import CudaGraphs, DeviceKind, DTypeChoice, LoadFormat
+from ambidex.core.errors import AmbidexError
+from ambidex.core.ids import Lane
+from ambidex.core.request import Request
+from ambidex.engine.build import build_engine
+from ambidex.engine.engine import Engine
+from ambidex.formats.locate import find_model
+from ambidex.formats.spec import read_spec
+from ambidex.models.registry import build_model
+from harness import REPO, Quantiles, append_record, environment, probe_bytes, read_bandwidth, significant
+
+SHAPES: Final[Mapping[str, Mapping[str, object]]] = {
+    "llama-3.1-8b": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 500000.0,
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 8192},
+    },
+    "tiny": {  # to try the script
+        "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096, "rope_theta": 10000.0,
+    },
+}  # fmt: skip
+"""Name → what its config.json says, beside what all of them share."""
+NUM_WARMUP_STEPS: Final = 5
+"""The first compiles kernels and captures the graph, the next replay it for the first times."""
+NUM_PROFILED_STEPS: Final = 5
+NUM_KERNELS: Final = 14
+"""Kernels that a profile lists; the rest is summed up."""
+BLOCK_SIZE: Final = 64
+PROBE_BYTES: Final = 4 * 2**30
+"""Of the buffer that is read to measure a GPU's bandwidth: many times its last-level cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A batch of requests and the tokens that each has before its first measured step."""
+
+    batch: int
+    context: int
+
+    @classmethod
+    def parse(cls, word: str) -> "Point":
+        """`16x8192`.
+
+        Raises:
+            ValueError: the word has another form.
+        """
+        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", word)
+        if found is None:
+            raise ValueError(f"{word!r} is not BATCHxCONTEXT")
+        return cls(batch=int(found[1]), context=int(found[2]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The command line."""
+
+    shape: str
+    points: tuple[Point, ...]
+    steps: int
+    chunk: int
+    device: DeviceKind
+    dtype: DTypeChoice
+    cuda_graphs: CudaGraphs
+    profile: bool
+    output: Path
+
+
+def main() -> int:
+    """Measure, print, record."""
+    options = parse_options()
+    opening = environment()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            make_model_folder(Path(folder), options.shape)
+            start = time.perf_counter()
+            engine = build_engine(make_config(folder, options))
+            load_s = time.perf_counter() - start
+            weight_bytes = count_weight_bytes(folder, options.dtype)
+    except AmbidexError as error:
+        print(error, file=sys.stderr)
+        return 2
+    is_cuda = torch.device(engine.report.value("compute", "device")).type == "cuda"
+    bandwidth = read_gpu_bandwidth() if is_cuda else read_cpu_bandwidth()
+    print(f"decode: {engine.report.value('compute', 'decode')}; built in {load_s:.1f} s; weights of a step "
+          f"{weight_bytes / 1e9:.2f} GB; memory is read at {bandwidth.median / 1e9:.0f} GB/s", flush=True)  # fmt: skip
+    points = []
+    for point in options.points:
+        points.append(measure(engine, point, options, weight_bytes=weight_bytes, bytes_per_s=bandwidth.median))
+        print_point(points[-1])
+    record = {
+        "bench": "decode_gpu", **opening,
+        "settings": {"shape": options.shape, "dtype": options.dtype.value, "steps": options.steps,
+                     "chunk": options.chunk, "block_size": BLOCK_SIZE, "cuda_graphs": options.cuda_graphs.value,
+                     "decode": engine.report.value("compute", "decode"),
+                     "warmup": f"{NUM_WARMUP_STEPS} steps of each point"},
+        "load_s": significant(load_s, 3), "weight_bytes": weight_bytes,
+        "read_bandwidth": {"unit": "bytes/s", **bandwidth.record()},
+        "peak_device_bytes": torch.cuda.max_memory_reserved() if is_cuda else None,
+        "num_graph_failures": engine.stats.num_graph_failures, "points": points,
+    }  # fmt: skip
+    print(append_record(options.output, record))
+    return 0
+
+
+def parse_options() -> Options:
+    """Read the command line; ends the program with code 2 if it is wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0],
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b", help="of the model")
+    parser.add_argument("--points", default="1x2048,1x8192,1x16384,16x8192", help="what to measure, in this order")
+    parser.add_argument("--steps", type=int, default=40, help="measured steps of each point")
+    parser.add_argument("--chunk", type=int, default=8192, help="tokens of a step while prompts are computed")
+    parser.add_argument("--device", type=DeviceKind, choices=list(DeviceKind), default=DeviceKind.CUDA, help="where")
+    parser.add_argument("--dtype", type=DTypeChoice, choices=[c for c in DTypeChoice if c is not DTypeChoice.AUTO],
+                        default=DTypeChoice.BF16, help="number format")  # fmt: skip
+    parser.add_argument("--cuda-graphs", type=CudaGraphs, choices=list(CudaGraphs), default=CudaGraphs.AUTO, help="use")
+    parser.add_argument("--profile", action="store_true", help="list the kernels that take the most time")
+    parser.add_argument("--output", type=Path, default=REPO / "bench/results/decode_gpu.jsonl", help="gets a line")
+    args = parser.parse_args()
+    try:
+        points = tuple(Point.parse(word) for word in args.points.split(","))
+    except ValueError as error:
+        parser.error(f"--points: {error}, as in 1x2048,16x8192")
+    if min(args.steps, args.chunk) < 1:
+        parser.error("--steps and --chunk must be at least 1")
+    return Options(**{**vars(args), "points": points})
+
+
+def make_model_folder(folder: Path, shape: str) -> None:
+    """A config.json of the shape and the smallest tokenizer that loads: no text is read or written here."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+              "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+              "bos_token_id": 1, "eos_token_id": 2, **SHAPES[shape]}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    Tokenizer(models.BPE(vocab={"<unk>": 0, "a": 1, "b": 2}, merges=[], unk_token="<unk>")).save(
+        str(folder / "tokenizer.json")
+    )
+
+
+def make_config(folder: str, options: Options) -> EngineConfig:
+    """An engine whose accelerator tier holds the largest point whole."""
+    longest = max(point.context for point in options.points) + num_output_tokens(options, options.points)
+    return EngineConfig(
+        model=folder,
+        device=options.device,
+        dtype=options.dtype,
+        load_format=LoadFormat.DUMMY,
+        block_size=BLOCK_SIZE,
+        max_context_len=longest,
+        max_tokens_per_step=options.chunk,
+        max_running_requests=max(point.batch for point in options.points),
+        kv_gpu_tokens=max(
+            point.batch * (point.context + num_output_tokens(options, options.points) + BLOCK_SIZE)
+            for point in options.points
+        ),
+        dram_memory=0,
+        cuda_graphs=options.cuda_graphs,
+    )
+
+
+def num_output_tokens(options: Options, points: Sequence[Point]) -> int:
+    """More than any request gives: those that come first decode while the prompts of the others are computed."""
+    num_chunks = max(point.batch * -(-point.context // options.chunk) for point in points)
+    return 2 * num_chunks + NUM_WARMUP_STEPS + options.steps + NUM_PROFILED_STEPS + 8
+
+
+def count_weight_bytes(folder: str, dtype: DTypeChoice) -> int:
+    """Bytes of weights that one decode step reads: all but the embedding, of which it reads a row a token."""
+    spec = read_spec(find_model(folder))
+    size = 4 if dtype is DTypeChoice.FP32 else 2
+    skeleton = build_model(spec, device=torch.device("meta"), dtype=torch.float32)
+    return size * (sum(p.numel() for p in skeleton.parameters()) - spec.vocab_size * spec.hidden_size)
+
+
+def read_gpu_bandwidth() -> Quantiles:
+    """Bytes/s at which the GPU reads a large buffer (torch's sum over fp32)."""
+    buffer = torch.ones(PROBE_BYTES // 4, dtype=torch.float32, device="cuda")
+    samples = []
+    for run_idx in range(12):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        buffer.sum()
+        end.record()
+        end.synchronize()
+        if run_idx >= 2:
+            samples.append(buffer.nbytes / (start.elapsed_time(end) / 1e3))
+    del buffer
+    torch.cuda.empty_cache()
+    return Quantiles.of(samples)
+
+
+def read_cpu_bandwidth() -> Quantiles:
+    """The same of this machine's DRAM, for runs without a GPU."""
+    return read_bandwidth(num_threads=torch.get_num_threads(), num_bytes=min(probe_bytes(), 2**28))
+
+
+def measure(engine: Engine, point: Point, options: Options, *, weight_bytes: int, bytes_per_s: float) -> dict[str, Any]:
+    """Fill the contexts of a point, time its steps and end its requests."""
+    requests, fill_s = fill(engine, point, options)
+    for _ in range(NUM_WARMUP_STEPS):
+        step(engine, point)
+    before = engine.stats.lane_bytes[Lane.GPU]
+    replayed_before, sections_before = engine.stats.num_replayed_steps, dict(engine.stats.seconds)
+    seconds = []
+    for _ in range(options.steps):
+        start = time.perf_counter()
+        step(engine, point)
+        seconds.append(time.perf_counter() - start)
+    kv_bytes = (engine.stats.lane_bytes[Lane.GPU] - before) // options.steps
+    quantiles = Quantiles.of(seconds)
+    floor_s = (weight_bytes + kv_bytes) / bytes_per_s
+    figures = {
+        "batch": point.batch, "context": point.context,
+        "fill_s": significant(fill_s, 3),
+        "step_s": quantiles.record(),
+        "kv_bytes": kv_bytes,
+        "floor_s": significant(floor_s), "share_of_floor": significant(floor_s / quantiles.median, 3),
+        "num_replayed_steps": engine.stats.num_replayed_steps - replayed_before,
+        "sections_s": {name: significant((total - sections_before.get(name, 0.0)) / options.steps, 3)
+                       for name, total in engine.stats.seconds.items()},
+        "kernels": profile(engine, point) if options.profile else None,
+    }  # fmt: skip
+    for request in requests:
+        engine.core.scheduler.abort(request.request_id)
+    while engine.has_work:  # the executor hears of it
+        engine.core.step()
+    return figures
+
+
+def fill(engine: Engine, point: Point, options: Options) -> tuple[list[Request], float]:
+    """Queue a point's prompts and step until each has its first token; returns them and the seconds that took."""
+    rng = random.Random(point.batch * 1_000_003 + point.context)
+    vocab_size = int(SHAPES[options.shape]["vocab_size"])  # type: ignore[call-overload]
+    params = SamplingParams(
+        max_output_tokens=num_output_tokens(options, options.points), temperature=0.0, ignore_eos=True
+    )
+    start = time.perf_counter()
+    requests = []
+    for _ in range(point.batch):
+        prompt = [rng.randrange(3, vocab_size) for _ in range(point.context)]
+        requests.append(engine.make_request(prompt, params))
+        engine.core.scheduler.add(requests[-1])
+    while not all(request.output_token_ids for request in requests):
+        engine.core.step()
+    return requests, time.perf_counter() - start
+
+
+def step(engine: Engine, point: Point) -> None:
+    """One decode step of all requests of a point.
+
+    Raises:
+        RuntimeError: a request failed or ended, so that the step was not what is to be measured.
+    """
+    _, tokens = engine.core.step()
+    if len(tokens) != point.batch:
+        raise RuntimeError(f"a step gave {len(tokens)} tokens for {point.batch} requests")
+
+
+def profile(engine: Engine, point: Point) -> dict[str, float]:
+    """Seconds a step of each of the kernels that take the most time on the device, and of all others together."""
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        for _ in range(NUM_PROFILED_STEPS):
+            step(engine, point)
+    kernels = [
+        (f"{event.key} ×{event.count / NUM_PROFILED_STEPS:g}", event.self_device_time_total / 1e6 / NUM_PROFILED_STEPS)
+        for event in profiler.key_averages()
+        if event.self_device_time_total > 0 and event.device_type != torch.autograd.DeviceType.CPU
+    ]
+    kernels.sort(key=lambda kernel: kernel[1], reverse=True)
+    shown = {name: significant(seconds) for name, seconds in kernels[:NUM_KERNELS]}
+    shown["others"] = significant(sum(seconds for _, seconds in kernels[NUM_KERNELS:]))
+    shown["all"] = significant(sum(seconds for _, seconds in kernels))
+    return shown
+
+
+def print_point(figures: Mapping[str, Any]) -> None:
+    """A line for a point, and its kernels."""
+    took = figures["step_s"]
+    print(
+        f"{figures['batch']:3} x {figures['context']:6}: {took['median'] * 1e3:8.3f} ms a step "
+        f"({took['q20'] * 1e3:.3f} … {took['q80'] * 1e3:.3f}), floor {figures['floor_s'] * 1e3:.3f} ms, "
+        f"share {figures['share_of_floor']:.2f}, replayed {figures['num_replayed_steps']} of {took['num']}; "
+        f"filled in {figures['fill_s']:.1f} s; sections {figures['sections_s']}",
+        flush=True,
+    )
+    for name, seconds in (figures["kernels"] or {}).items():
+        print(f"      {seconds * 1e6:9.1f} µs  {name[:120]}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+// linear: y = x · Wᵀ (+ bias) (+ residual) for matrices of one width over the same x, which then are one call.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "core/number.h"
+#include "core/pool.h"
+#include "simd/isa.h"
+
+namespace ambidex {
+
+// Weights of one matrix, [num_out, num_in] without gaps, and its bias [num_out] or null. Not owned.
+struct Matrix {
+  const void* weight;
+  const float* bias;
+  std::size_t num_out;
+};
+
+// Matrices of one width and number format; fp32, bf16 or fp16.
+struct Matrices {
+  Number number;
+  std::size_t num_in;
+  std::vector<Matrix> parts;
+};
+
+// What a matrix gives: y [T, num_out], and what is added to it, [T, num_out] or null; they may be the same memory.
+struct Product {
+  float* y;
+  const float* residual;
+};
+
+// `num_rows` rows of a matrix from first_row on, times all tokens.
+struct LinearRange {
+  Number number;
+  const void* weight;   // of first_row
+  const float* bias;    // of first_row, or null
+  std::size_t num_rows, num_in;
+  const float* x;       // packed: [T, packed_width], see pack_tokens
+  std::size_t num_tokens;
+  float* y;             // token t and row r go to y[t * y_stride + r]
+  const float* residual;
+  std::size_t y_stride;
+};
+
+// The memory that linear keeps from call to call, and the threads that it shares with other ops.
+class LinearPool {
+ public:
+  explicit LinearPool(ThreadPool& threads) : threads_(threads) {}
+
+  // x: [num_tokens, num_in]; products: one for each matrix. Each weight is read from memory once, whatever the number of
+  // tokens. Products and sums are fp32. Two calls at a time run one after the other. Allocates only when a call is larger
+  // than every one before it.
+  void multiply(Isa isa, const Matrices& matrices, const float* x, std::size_t num_tokens, const Product* products);
+
+ private:
+  void work();
+
+  ThreadPool& threads_;
+  std::unique_ptr<float[]> packed_;
+  std::size_t packed_capacity_ = 0;
+  // Of the call in progress.
+  Isa isa_ = Isa::kGeneric;
+  const Matrices* matrices_ = nullptr;
+  const Product* products_ = nullptr;
+  std::size_t num_tokens_ = 0;
+  std::size_t rows_per_chunk_ = 0;
+  std::size_t num_chunks_ = 0;
+  alignas(64) std::atomic<std::size_t> next_chunk_{0};
+};
+
+// Floats of a token after pack_tokens.
+std::size_t packed_width(Isa isa, std::size_t num_in);
+
+// Copies x [num_tokens, num_in] into the order in which weights of that number are widened, padded with zeros.
+void pack_tokens(Isa isa, Number number, const float* x, std::size_t num_tokens, std::size_t num_in, float* packed);
+
+// One range in the calling thread.
+void multiply_range(Isa isa, const LinearRange& range);
+
+}  // namespace ambidex

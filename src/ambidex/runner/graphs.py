@@ -1,0 +1,182 @@
+"""`DecodeSteps`: decode steps of a few fixed sizes (buckets), each captured once as a CUDA graph and then replayed.
+
+    requests   1  2  3  4  5 … 8  9 … 16  17 … 24  …      a step of 3 requests runs in the bucket of 4,
+    bucket     1  2  4  4  8   8  16  16  24   24         with a row of padding
+
+A step has this form if each request has one new token and all keys that it sees lie on the accelerator; others take the
+ordinary path. The first step of a bucket runs as it is, which is its answer and warms everything up, and is captured
+behind that. If capturing fails, graphs are given up with one warning, and every step takes the ordinary path.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from ambidex.attention.decode_batch import DecodeBatch
+from ambidex.attention.decode_inputs import DecodeInputs
+from ambidex.attention.paged import PagedAttention
+from ambidex.core.ids import Lane
+from ambidex.core.model_spec import ModelSpec
+from ambidex.core.step import ScheduledRequest
+from ambidex.models.base import AttentionOp, CausalLM
+from ambidex.runner.input_batch import InputBatch
+from ambidex.storage.kv_pool import KVPool
+
+logger = logging.getLogger(__name__)
+
+
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+"""Records what a function launches, without running it, and gives a function that launches the same again."""
+
+
+class CudaCapture:
+    """Captures CUDA graphs. They share one pool of memory, so no two may run at once."""
+
+    def __init__(self) -> None:
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
+        """Capture `body`, which must have run before: kernels are compiled then, and libraries ready."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            body()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+
+class DecodeForm(StrEnum):
+    """How decode steps run: like all others, in fixed sizes, or in fixed sizes captured as CUDA graphs."""
+
+    ORDINARY = "ordinary"
+    FIXED = "fixed"
+    CAPTURED = "captured"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeOutput:
+    """What a decode step gave; row i belongs to the step's request i. Valid until the next step."""
+
+    logits: Tensor
+    """[n, V] fp32, on the device."""
+    chosen: Tensor
+    """[n] int64, on the device: the likeliest token, −1 where logits are not finite."""
+    lane_bytes: Mapping[Lane, int]
+    is_replayed: bool
+
+
+class DecodeSteps:
+    """Runs decode steps in buckets.
+
+    Args:
+        forward: how the model is called.
+        pool: the accelerator's KV.
+        buckets: numbers of rows, ascending.
+        max_context_len: tokens; bounds the block table.
+        capture: how a step is captured, `CudaCapture()` or a test's; None: each step is launched anew.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: CausalLM,
+        spec: ModelSpec,
+        forward: Callable[[CausalLM, InputBatch, AttentionOp], Tensor],
+        pool: KVPool,
+        buckets: Sequence[int],
+        max_context_len: int,
+        capture: Capture | None,
+    ) -> None:
+        self._model = model
+        self._spec = spec
+        self._forward = forward
+        self._pool = pool
+        self._buckets = tuple(buckets)
+        self._capture = capture
+        self._is_given_up = False
+        self.num_failures = 0
+        """Captures that failed: 0 or 1."""
+        kv = pool.spec
+        self._inputs = DecodeInputs(
+            max_rows=buckets[-1],
+            max_blocks=kv.num_blocks(max_context_len),
+            windows=tuple(dict.fromkeys(spec.windows)),
+            device=pool.device,
+        )
+        self._batch = DecodeBatch(self._inputs, block_size=kv.block_size)
+        self._num_layers = Counter(spec.windows)
+        self._logits = torch.empty(buckets[-1], spec.vocab_size, dtype=torch.float32, device=pool.device)
+        self._all_rows = torch.arange(buckets[-1], device=pool.device)
+        self._chosen = torch.empty(buckets[-1], dtype=torch.int64, device=pool.device)
+        self._replays: dict[int, Callable[[], None]] = {}
+
+    def try_run(self, requests: Sequence[ScheduledRequest]) -> DecodeOutput | None:
+        """Run a step if it has the form of a decode step, else return None and leave everything as it was.
+
+        Must be called within `torch.inference_mode`.
+
+        Cost: a copy of a few KiB to the device and one launch; waits for nothing.
+        """
+        num_rows = next((size for size in self._buckets if size >= len(requests)), None)
+        if self._is_given_up or num_rows is None or not self._batch.try_prepare(requests, num_rows):
+            return None
+        is_replayed = num_rows in self._replays
+        if is_replayed:
+            self._replays[num_rows]()
+        elif self._capture is None:
+            self._compute(num_rows)
+        elif not self._try_capture(self._capture, num_rows):
+            return None
+        size = self._pool.spec.bytes_per_token_layer
+        num_read = sum(num * self._num_layers[window] for window, num in self._batch.num_keys.items())
+        return DecodeOutput(
+            logits=self._logits[: len(requests)],
+            chosen=self._chosen[: len(requests)],
+            lane_bytes={Lane.GPU: num_read * size, Lane.CPU: 0},
+            is_replayed=is_replayed,
+        )
+
+    def _compute(self, num_rows: int) -> None:
+        """All that a graph holds: from the inputs on the device to logits and chosen tokens there."""
+        rows = self._inputs.device(num_rows)
+        rows.extend_table()
+        batch = InputBatch(
+            token_ids=rows.token_ids,
+            positions=rows.positions,
+            sampled_rows=self._all_rows[:num_rows],
+            sampled_ids=(),
+        )
+        hidden = self._forward(self._model, batch, PagedAttention(self._spec, self._pool, rows))
+        logits = self._logits[:num_rows]
+        logits.copy_(self._model.logits(hidden))
+        low, high = torch.aminmax(logits, dim=-1)  # both NaN if any number is
+        is_finite = (low > -torch.inf) & (high < torch.inf)
+        self._chosen[:num_rows].copy_(logits.argmax(dim=-1).masked_fill_(~is_finite, -1))
+
+    def _try_capture(self, capture: Capture, num_rows: int) -> bool:
+        """Compute the step, then capture it; False if graphs had to be given up (the step may or may not have run).
+
+        NOTE: computing a step twice is harmless: it stores the same rows in the same slots.
+        """
+        try:
+            self._compute(num_rows)
+            self._replays[num_rows] = capture(lambda: self._compute(num_rows))
+        except Exception as error:  # of torch, the driver, or Triton's compiler: the ordinary path is always there
+            self.num_failures += 1
+            self._is_given_up = True
+            self._replays.clear()
+            logger.warning("CUDA graphs are given up, decode is slower: a step of %d rows failed: %s", num_rows, error)
+            return False
+        return True
+
+
+def make_buckets(max_running_requests: int) -> tuple[int, ...]:
+    """Sizes of decode steps, up to the first that holds all running requests, and to 256: beyond that a launch's cost
+    is small beside the step's."""
+    sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
+    largest = next((size for size in sizes if size >= max_running_requests), sizes[-1])
+    return tuple(size for size in sizes if size <= largest)

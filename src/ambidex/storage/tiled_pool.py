@@ -1,0 +1,120 @@
+"""`TiledKVPool`: a pool in host memory in tile order, which the native CPU attention reads at the speed of the bus."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ambidex.core.ids import Tier
+from ambidex.core.kv_spec import KVSpec
+from ambidex.kernels import api
+from ambidex.kernels.cpu.native import AttentionPool
+from ambidex.kernels.reference import kv_tiles
+from ambidex.storage.kv_pool import TORCH_DTYPES, KVPool
+from ambidex.storage.pinned import register_pinned
+
+
+class TiledKVPool(KVPool):
+    """K and V in tile order (`docs/kv_layout.md`); int8 rows have one fp32 scale each.
+
+    Args:
+        native: the threads that pack and unpack rows.
+    """
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        tier: Tier,
+        num_blocks: int,
+        *,
+        native: AttentionPool,
+        pinned: bool,
+        register: Callable[[Tensor, object], bool] = register_pinned,
+    ) -> None:
+        super().__init__(spec, tier, num_blocks, device=torch.device("cpu"), pinned=pinned, register=register)
+        self.native = native
+        scales = (spec.num_layers, spec.num_kv_heads, num_blocks, spec.block_size)
+        self.k_scales = torch.empty(scales) if spec.dtype.num_scale_bytes else None  # [L, Hkv, N, P] fp32
+        self.v_scales = torch.empty(scales) if spec.dtype.num_scale_bytes else None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        if self.k_scales is None or self.v_scales is None:
+            return (self.k, self.v)
+        return (self.k, self.v, self.k_scales, self.v_scales)
+
+    def scales(self, layer_idx: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Scales of K and V of one layer, each [Hkv, N, P] fp32; None for floating formats."""
+        if self.k_scales is None or self.v_scales is None:
+            return None, None
+        return self.k_scales[layer_idx], self.v_scales[layer_idx]
+
+    def store(self, layer_idx: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        k_pool, v_pool = self.layer(layer_idx)
+        k_scales, v_scales = self.scales(layer_idx)
+        self._store("k", k_pool, k_scales, slots, k)
+        self._store("v", v_pool, v_scales, slots, v)
+
+    def round(self, rows: Tensor) -> Tensor:
+        numbers, scales = self._numbers(rows)
+        return _values(numbers, scales, rows.dtype)
+
+    def gather(
+        self, layer_idx: int, block_ids: Tensor, *, first_key: int, num_keys: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """K and V rows first_key … first_key + num_keys − 1 of blocks of one layer, each [Hkv, num_keys, D].
+
+        Args:
+            block_ids: [n] int64; the rows are counted over their n · P rows side by side.
+            dtype: of the answer.
+        Cost: copies the rows, twice where the dtype is not the pool's.
+        """
+        keys = slice(first_key, first_key + num_keys)
+        gathered = []
+        parts: tuple[Literal["k", "v"], ...] = ("k", "v")
+        for part, pool, scales in zip(parts, self.layer(layer_idx), self.scales(layer_idx), strict=True):
+            rows = self.native.gather_rows(
+                part, pool, block_ids, first_key=first_key, num_keys=num_keys, head_dim=self.spec.head_dim
+            )
+            gathered.append(
+                _values(rows, None if scales is None else scales[:, block_ids].flatten(1, 2)[:, keys], dtype)
+            )
+        return gathered[0], gathered[1]
+
+    def read_block(self, block_id: int) -> tuple[Tensor, Tensor]:
+        dtype = torch.float32 if self.k_scales is not None else self.k.dtype
+        k = kv_tiles.unpack_k(self.k[:, :, block_id], self.spec.head_dim)
+        v = kv_tiles.unpack_v(self.v[:, :, block_id], self.spec.head_dim)
+        if self.k_scales is None or self.v_scales is None:
+            return k, v
+        return _values(k, self.k_scales[:, :, block_id], dtype), _values(v, self.v_scales[:, :, block_id], dtype)
+
+    def write_block(self, block_id: int, k: Tensor, v: Tensor) -> None:
+        """Fill a block; rows on another device are laid out there, so what crosses the link is ready to be read."""
+        k_numbers, k_scales = self._numbers(k)
+        v_numbers, v_scales = self._numbers(v)
+        self.k[:, :, block_id].copy_(kv_tiles.pack_k(k_numbers))
+        self.v[:, :, block_id].copy_(kv_tiles.pack_v(v_numbers))
+        if k_scales is not None and v_scales is not None and self.k_scales is not None and self.v_scales is not None:
+            self.k_scales[:, :, block_id].copy_(k_scales)
+            self.v_scales[:, :, block_id].copy_(v_scales)
+
+    def _store(
+        self, part: Literal["k", "v"], pool: Tensor, pool_scales: Tensor | None, slots: Tensor, rows: Tensor
+    ) -> None:
+        numbers, scales = self._numbers(rows)
+        self.native.store_rows(part, pool, slots, numbers.contiguous())
+        if pool_scales is not None and scales is not None:
+            pool_scales.flatten(1)[:, slots] = scales.T
+
+    def _numbers(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Rows [..., D] in the pool's format, and their scales [...] if it has any."""
+        if self.spec.dtype.num_scale_bytes:
+            return api.quantize_rows(rows)
+        return rows.to(TORCH_DTYPES[self.spec.dtype]), None
+
+
+def _values(numbers: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Numbers [..., D] of the pool, with their scales [...] if any, in a floating format."""
+    return (numbers if scales is None else numbers * scales[..., None]).to(dtype)

@@ -1,0 +1,288 @@
+"""Decode steps of fixed shape give the tokens of the ordinary path; on a GPU they are captured as CUDA graphs."""
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ambidex import EngineConfig, SamplingParams
+from ambidex.attention.paged import PagedAttention
+from ambidex.core.config import DeviceKind, DTypeChoice
+from ambidex.core.ids import Lane
+from ambidex.core.step import ScheduledRequest
+from ambidex.engine.build import build_engine
+from ambidex.engine.engine import Engine
+from ambidex.models.base import AttentionOp, CausalLM
+from ambidex.runner.graphs import DecodeForm, DecodeOutput, DecodeSteps, make_buckets
+from ambidex.runner.input_batch import InputBatch
+from ambidex.runner.runner import call_model
+from tiny_engine import make_engine_folder
+from tiny_models import VARIANTS, VOCAB_SIZE
+
+LENGTHS = (1, 40, 5, 16, 33, 17, 70)
+NUM_OUTPUTS = (20, 9, 24, 1, 12, 30, 8)
+ARRIVALS = (0, 0, 0, 4, 6, 6, 15)
+"""Steps before each request comes: rows come and go, and chunks of prompts stand between decode steps."""
+FORMS = [
+    pytest.param(DeviceKind.CPU, DecodeForm.FIXED, id="cpu"),
+    pytest.param(DeviceKind.CUDA, DecodeForm.CAPTURED, marks=pytest.mark.gpu, id="cuda"),
+]
+SETTINGS: dict[str, dict[str, object]] = {
+    "small blocks": {"block_size": 4, "max_tokens_per_step": 9, "kv_gpu_tokens": 1024},
+    "large blocks": {"block_size": 16, "max_tokens_per_step": 512, "kv_gpu_tokens": 1024},
+}
+
+
+class CountingForward:
+    """Calls the model, and counts the steps of fixed shape by their rows; `None` counts all others."""
+
+    def __init__(self) -> None:
+        self.num_steps: Counter[int | None] = Counter()
+
+    def __call__(self, model: CausalLM, batch: InputBatch, attention: AttentionOp) -> Tensor:
+        self.num_steps[len(batch.token_ids) if isinstance(attention, PagedAttention) else None] += 1
+        return call_model(model, batch, attention)
+
+
+def make_prompts() -> list[list[int]]:
+    rng = random.Random(11)
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+
+
+def run(engine: Engine, params: Sequence[SamplingParams]) -> list[tuple[int, ...]]:
+    """Answers of all prompts, each added when its time has come."""
+    prompts, ids, answers = make_prompts(), [], {}
+    for step_idx in range(1000):
+        while len(ids) < len(prompts) and ARRIVALS[len(ids)] <= step_idx:
+            ids.append(engine.add(prompts[len(ids)], params[len(ids)]))
+        answers |= {output.request_id: output for output in engine.step()}
+        if len(ids) == len(prompts) and not engine.has_work:
+            assert not [output.error for output in answers.values() if output.error]
+            return [answers[request_id].token_ids for request_id in ids]
+    raise AssertionError("the engine did not end")
+
+
+def greedy(**settings: object) -> list[SamplingParams]:
+    return [
+        SamplingParams(max_output_tokens=num, temperature=0.0, ignore_eos=True, **settings)  # type: ignore[arg-type]
+        for num in NUM_OUTPUTS
+    ]
+
+
+def make_config(folder: Path, device: DeviceKind, **settings: object) -> EngineConfig:
+    return EngineConfig(model=str(folder), device=device, dtype=DTypeChoice.FP32, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("device", "form"), FORMS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_tokens_of_fixed_steps_equal_the_ordinary_path(
+    variant: str, device: DeviceKind, form: DecodeForm, tmp_path: Path
+) -> None:
+    folder = make_engine_folder(tmp_path, variant)
+    name = list(SETTINGS)[list(VARIANTS).index(variant) % len(SETTINGS)]
+    config = make_config(folder, device, **SETTINGS[name])
+    ordinary = build_engine(config, decode_form=DecodeForm.ORDINARY)
+    wanted = run(ordinary, greedy())
+    forward = CountingForward()
+    engine = build_engine(config, decode_form=form, forward=forward)
+    assert run(engine, greedy()) == wanted
+    fixed = {num_rows: num for num_rows, num in forward.num_steps.items() if num_rows is not None}
+    assert {1, 2, 4} <= fixed.keys(), f"steps by rows: {forward.num_steps}"
+    assert engine.stats.lane_bytes[Lane.CPU] == 0
+    if config.block_size % 16 or device is DeviceKind.CUDA:  # else the ordinary path reads padded rows on a CPU
+        assert engine.stats.lane_bytes[Lane.GPU] == ordinary.stats.lane_bytes[Lane.GPU]
+    assert engine.stats.num_graph_failures == 0
+    if form is DecodeForm.CAPTURED:
+        assert engine.stats.num_replayed_steps > engine.stats.num_steps / 3
+
+
+@pytest.mark.parametrize(("device", "form"), FORMS)
+@pytest.mark.parametrize(
+    ("variant", "split", "has_fixed_steps"),
+    [
+        ("llama", {"kv_gpu_tokens": 104, "dram_memory": 0, "max_context_len": 100}, True),
+        ("qwen2_windows", {"kv_gpu_tokens": 400, "num_sink_tokens": 4, "recent_window": 16}, False),
+        (
+            "mistral",
+            {"kv_gpu_tokens": 400, "num_sink_tokens": 4, "recent_window": 16},
+            True,
+        ),  # window 8: sees GPU alone
+    ],
+)
+def test_greedy_tokens_when_requests_yield_or_blocks_leave_equal_the_ordinary_path(
+    variant: str, split: dict[str, int], has_fixed_steps: bool, device: DeviceKind, form: DecodeForm, tmp_path: Path
+) -> None:
+    folder = make_engine_folder(tmp_path, variant)
+    config = make_config(folder, device, block_size=4, **split)
+    wanted = run(build_engine(config, decode_form=DecodeForm.ORDINARY), greedy())
+    forward = CountingForward()
+    engine = build_engine(config, decode_form=form, forward=forward)
+    assert run(engine, greedy()) == wanted
+    assert engine.stats.num_preemptions or engine.stats.num_moves, "nothing yielded or moved: nothing is proved"
+    assert (forward.num_steps.keys() > {None}) is has_fixed_steps
+
+
+@pytest.mark.parametrize(("device", "form"), FORMS)
+def test_sampled_tokens_of_fixed_steps_equal_the_ordinary_path(
+    device: DeviceKind, form: DecodeForm, tmp_path: Path
+) -> None:
+    folder = make_engine_folder(tmp_path, "qwen3")
+    config = make_config(folder, device, block_size=8, kv_gpu_tokens=1024, max_tokens_per_step=64)
+    params = greedy()
+    params[1] = SamplingParams(max_output_tokens=9, temperature=0.8, seed=3, ignore_eos=True)
+    params[2] = SamplingParams(max_output_tokens=24, temperature=0.0, repetition_penalty=1.3, ignore_eos=True)
+    params[5] = SamplingParams(max_output_tokens=30, temperature=0.0, min_output_tokens=20, logit_bias=((7, 2.0),))
+    wanted = run(build_engine(config, decode_form=DecodeForm.ORDINARY), params)
+    assert run(build_engine(config, decode_form=form), params) == wanted
+
+
+@pytest.mark.parametrize(("device", "form"), FORMS)
+def test_logits_that_are_not_finite_fail_their_request_alone(
+    device: DeviceKind, form: DecodeForm, tmp_path: Path
+) -> None:
+    folder = make_engine_folder(tmp_path, "llama")
+    config = make_config(folder, device, kv_gpu_tokens=1024, block_size=4)
+    healthy = build_engine(config, decode_form=DecodeForm.ORDINARY)
+    wanted = run(healthy, greedy())
+
+    class Poisoned(CountingForward):
+        def __call__(self, model: CausalLM, batch: InputBatch, attention: AttentionOp) -> Tensor:
+            hidden = super().__call__(model, batch, attention)
+            is_bad = (batch.positions == 50)[:, None]  # the second request alone comes so far before the last begins
+            return hidden.masked_fill(is_bad, torch.nan) if isinstance(attention, PagedAttention) else hidden
+
+    engine = build_engine(config, decode_form=form, forward=Poisoned())
+    prompts = make_prompts()
+    params = SamplingParams(max_output_tokens=20, temperature=0.0, ignore_eos=True)
+    good, bad = engine.add(prompts[0], params), engine.add(prompts[1], params)
+    outputs = {}
+    while engine.has_work:
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert outputs[good].token_ids == wanted[0]
+    assert "not finite after 11 tokens" in (outputs[bad].error or "")
+
+
+def test_steps_are_captured_once_for_each_size_and_then_replayed(tmp_path: Path) -> None:
+    folder = make_engine_folder(tmp_path, "llama")
+    config = make_config(folder, DeviceKind.CPU, kv_gpu_tokens=1024, block_size=4)
+    wanted = run(build_engine(config, decode_form=DecodeForm.ORDINARY), greedy())
+    captured: list[Callable[[], None]] = []
+
+    def capture(body: Callable[[], None]) -> Callable[[], None]:
+        captured.append(body)
+        return body  # without a GPU: launched again as it is
+
+    forward = CountingForward()
+    engine = build_engine(config, decode_form=DecodeForm.CAPTURED, capture=lambda: capture, forward=forward)
+    assert run(engine, greedy()) == wanted
+    num_fixed = sum(num for num_rows, num in forward.num_steps.items() if num_rows is not None)
+    assert len(captured) == len(forward.num_steps.keys() - {None}) > 2
+    assert engine.stats.num_replayed_steps == num_fixed - len(captured)
+
+
+def test_graphs_are_given_up_with_one_warning_when_a_capture_fails(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_engine_folder(tmp_path, "llama")
+    config = make_config(folder, DeviceKind.CPU, kv_gpu_tokens=1024, block_size=4)
+    wanted = run(build_engine(config, decode_form=DecodeForm.ORDINARY), greedy())
+    num_captures = 0
+
+    def capture_once(body: Callable[[], None]) -> Callable[[], None]:
+        nonlocal num_captures
+        num_captures += 1
+        if num_captures == 2:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return body
+
+    engine = build_engine(config, decode_form=DecodeForm.CAPTURED, capture=lambda: capture_once)
+    assert run(engine, greedy()) == wanted
+    assert num_captures == 2
+    assert engine.stats.num_graph_failures == 1
+    assert caplog.text.count("CUDA graphs are given up") == 1
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_is_counted_and_answers_stay_right(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_engine_folder(tmp_path, "llama")
+    config = make_config(folder, DeviceKind.CUDA, kv_gpu_tokens=1024, block_size=4)
+    wanted = run(build_engine(config, decode_form=DecodeForm.ORDINARY), greedy())
+
+    def waiting(model: CausalLM, batch: InputBatch, attention: AttentionOp) -> Tensor:
+        hidden = call_model(model, batch, attention)
+        if isinstance(attention, PagedAttention):
+            hidden.sum().item()  # waits for the device, which no capture may
+        return hidden
+
+    with caplog.at_level(logging.WARNING):
+        engine = build_engine(config, decode_form=DecodeForm.CAPTURED, forward=waiting)
+        assert run(engine, greedy()) == wanted
+    assert engine.stats.num_graph_failures == 1
+    assert engine.stats.num_replayed_steps == 0
+    assert caplog.text.count("CUDA graphs are given up") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["llama", "mistral", "opt", "falcon_40b"])
+def test_bf16_logits_of_captured_steps_are_as_near_to_fp32_as_the_ordinary_path(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_engine_folder(tmp_path, variant)
+    truth, plain, captured = (
+        decode_logits(folder, form, dtype, monkeypatch).double()
+        for form, dtype in (
+            (DecodeForm.ORDINARY, DTypeChoice.FP32),
+            (DecodeForm.ORDINARY, DTypeChoice.BF16),
+            (DecodeForm.CAPTURED, DTypeChoice.BF16),
+        )
+    )
+    assert (captured - truth).abs().max() <= 2 * (plain - truth).abs().max()
+
+
+def decode_logits(folder: Path, form: DecodeForm, dtype: DTypeChoice, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """Logits of all decode steps of some prompts, one after another; a bias makes every answer the same token."""
+    params = SamplingParams(max_output_tokens=12, temperature=0.0, ignore_eos=True, logit_bias=((7, 100.0),))
+    kept: list[Tensor] = []
+
+    def keeping_forward(model: CausalLM, batch: InputBatch, attention: AttentionOp) -> Tensor:
+        hidden = call_model(model, batch, attention)
+        if len(batch.token_ids) == 1 and not isinstance(attention, PagedAttention):
+            kept.append(model.logits(hidden))
+        return hidden
+
+    def keeping_try_run(steps: DecodeSteps, requests: Sequence[ScheduledRequest]) -> DecodeOutput | None:
+        output = try_run(steps, requests)
+        if output is not None:
+            kept.append(output.logits.clone())
+        return output
+
+    try_run = DecodeSteps.try_run
+    with monkeypatch.context() as patch:
+        patch.setattr(DecodeSteps, "try_run", keeping_try_run)
+        config = EngineConfig(model=str(folder), device=DeviceKind.CUDA, dtype=dtype, kv_gpu_tokens=1024, block_size=16)
+        engine = build_engine(config, decode_form=form, forward=keeping_forward)
+        for prompt in make_prompts()[1:]:
+            engine.add(prompt, params)
+            while engine.has_work:
+                engine.step()
+    return torch.cat(kept)
+
+
+@pytest.mark.parametrize(
+    ("max_running", "wanted"), [(1, (1,)), (3, (1, 2, 4)), (17, (1, 2, 4, 8, 16, 24)), (64, (*range(8, 65, 8),))]
+)
+def test_buckets_reach_up_to_all_running_requests(max_running: int, wanted: tuple[int, ...]) -> None:
+    buckets = make_buckets(max_running)
+    assert buckets[-len(wanted) :] == wanted
+    assert list(buckets) == sorted(set(buckets))
+
+
+def test_buckets_end_at_256() -> None:
+    assert make_buckets(100_000)[-1] == 256
