@@ -129,7 +129,10 @@ def build_engine(
             for tier, usage in kv_manager.usage().items()
         },
         kv_capacity={tier: pool.num_bytes for tier, pool in pools.items()},
-        weights_bytes={Tier.GPU: _weights_bytes(choices.spec, choices.dtype), Tier.DRAM: 0},
+        weights_bytes={
+            tier: sum(entry.num_bytes for entry in choices.memory.ledger.entries(tier) if entry.owner == "weights")
+            for tier in pools
+        },
     )
 
 

@@ -18,7 +18,7 @@ class InputBatch:
     positions: Tensor  # [T] int64
     sampled_rows: Tensor  # [B] int64: the last token of each request that is sampled
     sampled_ids: tuple[RequestId, ...]
-    allowed_tokens: tuple[bytes | None, ...]
+    allowed_tokens: tuple[bytes | None, ...] = ()
     """Bit mask of the tokens that each of `sampled_ids` may be given; None: any."""
 
     @classmethod
