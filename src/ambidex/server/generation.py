@@ -125,8 +125,7 @@ class Generation:
     def _close(self, http: HttpRequest, answers: Answers, metrics: Metrics) -> None:
         """End what still runs, and book what has come."""
         answer = self.answer
-        if not answer.is_finished:
-            answer.end()
+        answer.end()
         answers.remove(answer, self.num_choices)
         metrics.answer_tokens.inc(answer.num_output_tokens)
         reasons = ["gone" if reason == "open" else reason for reason in answer.finish_reasons]

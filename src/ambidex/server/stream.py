@@ -13,6 +13,8 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # once: it is called for each token
+
 
 class ClientGoneError(Exception):
     """The client closed the connection; nobody is there to be answered."""
@@ -20,7 +22,7 @@ class ClientGoneError(Exception):
 
 def event(value: object) -> bytes:
     """One event."""
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _encode(value).encode() + b"\n\n"
 
 
 def comment(text: str) -> bytes:
