@@ -28,13 +28,16 @@ class TieredAttention:
         spec: heads, windows and head_dim (the scale is head_dim ** -0.5).
         pools: `Tier.GPU`, the accelerator's, and `Tier.DRAM`, in host memory, with blocks of one size; either may have
             zero blocks.
+
+    Attributes:
+        pools: as given.
     """
 
     def __init__(self, spec: ModelSpec, pools: Mapping[Tier, KVPool]) -> None:
         self._scale = spec.head_dim**-0.5
         self._windows = spec.windows
-        self._pools = {tier: pools[tier] for tier in _LANES}
-        self._readers = {tier: make_reader(pool, scale=self._scale) for tier, pool in self._pools.items()}
+        self.pools = {tier: pools[tier] for tier in _LANES}
+        self._readers = {tier: make_reader(pool, scale=self._scale) for tier, pool in self.pools.items()}
         self._reads_own = [tier for tier, reader in self._readers.items() if reader.reads_own]
         self._cpu = CPULane()
         self.begin(())
@@ -53,9 +56,9 @@ class TieredAttention:
         self._lane_bytes = dict.fromkeys(Lane, 0)
         self._step = build_step(
             requests,
-            block_size=self._pools[Tier.GPU].spec.block_size,
+            block_size=self.pools[Tier.GPU].spec.block_size,
             windows=self._windows,
-            devices={tier: pool.device for tier, pool in self._pools.items()},
+            devices={tier: pool.device for tier, pool in self.pools.items()},
             reads_own=self._reads_own,
         )
         self._prepared: dict[int | None, dict[Tier, Prepared]] = {
@@ -94,18 +97,18 @@ class TieredAttention:
         pending = self._cpu.begin(layer_idx, q, prepared[Tier.DRAM]) if Tier.DRAM in prepared else None
         states = []
         if view.own is not None:
-            pool = self._pools[Tier.GPU]
+            pool = self.pools[Tier.GPU]
             states.append(attend_own(q, pool.round(k), pool.round(v), view.own, scale=self._scale))
         if Tier.GPU in prepared:
             states.append(prepared[Tier.GPU].attend(layer_idx, q))
         if pending is not None:
             states.append(pending.wait())
         for tier, num_keys in view.num_keys.items():
-            self._lane_bytes[_LANES[tier]] += num_keys * self._pools[tier].spec.bytes_per_token_layer
+            self._lane_bytes[_LANES[tier]] += num_keys * self.pools[tier].spec.bytes_per_token_layer
         return _join(states, q).out.to(q.dtype)
 
     def _store(self, layer_idx: int, new: NewRows, k: Tensor, v: Tensor) -> None:
-        pool = self._pools[new.tier]
+        pool = self.pools[new.tier]
         k, v = (rows if new.rows is None else rows[new.rows] for rows in (k, v))
         pool.store(layer_idx, new.slots, k.to(pool.device), v.to(pool.device))
 

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -48,6 +49,11 @@ from ambidex.text.tokenizer import Tokenizer, load_tokenizer
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
+
+CPU_SPIN_US: Final = 50
+"""How long native threads look for work before they sleep when the accelerator is the CPU: torch needs the cores."""
+LANE_SPIN_US: Final = 2000
+"""The same beside a GPU: longer than its part of a layer, so that no layer begins with waking threads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +119,7 @@ def build_engine(
         copies=CopyEngine(pools, copy=copy),
         device=choices.device,
         forward=forward,
-        decode_steps=_make_decode_steps(config, choices, model, pools[Tier.GPU], forward, capture),
+        decode_steps=_make_decode_steps(config, choices, model, pools, forward, capture),
     )
     return Engine(
         core=EngineCore(scheduler=scheduler, executor=runner),
@@ -141,8 +147,9 @@ def _choose(config: EngineConfig, decode_form: DecodeForm | None) -> _Choices:
     spec = read_spec(source)
     topology = read_topology()
     device = choose_device(config.device)
-    num_threads = config.num_threads or topology.num_usable_cores
-    threads = _make_threads(num_threads)
+    is_cuda = device.type == "cuda"
+    num_threads = config.num_threads or max(1, topology.num_usable_cores - is_cuda)  # one core is the driver's
+    threads = _make_threads(num_threads, spin_us=LANE_SPIN_US if is_cuda else CPU_SPIN_US)
     dtype, dtype_why = choose_dtype(
         config.dtype,
         checkpoint=spec.dtype,
@@ -151,7 +158,7 @@ def _choose(config: EngineConfig, decode_form: DecodeForm | None) -> _Choices:
         has_native=threads is not None,
     )
     form, form_why = (decode_form, "asked for") if decode_form else _choose_decode_form(config, device)
-    has_row_ops = device.type == "cuda" or form is not DecodeForm.ORDINARY
+    has_row_ops = is_cuda or form is not DecodeForm.ORDINARY
     kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
     weights_bytes = _weights_bytes(spec, dtype, device)
     return _Choices(
@@ -198,27 +205,27 @@ def _make_decode_steps(
     config: EngineConfig,
     choices: _Choices,
     model: CausalLM,
-    pool: KVPool,
+    pools: dict[Tier, KVPool],
     forward: Forward,
     capture: Callable[[], Capture],
 ) -> DecodeSteps | None:
-    if choices.decode_form is DecodeForm.ORDINARY or pool.num_blocks == 0:
+    if choices.decode_form is DecodeForm.ORDINARY or pools[Tier.GPU].num_blocks == 0:
         return None
     return DecodeSteps(
         model=model,
         spec=choices.spec,
         forward=forward,
-        pool=pool,
+        pools=pools,
         buckets=_decode_buckets(config),
         max_context_len=choices.memory.max_context_len,
         capture=capture() if choices.decode_form is DecodeForm.CAPTURED else None,
     )
 
 
-def _make_threads(num_threads: int) -> ThreadPool | None:
+def _make_threads(num_threads: int, *, spin_us: int) -> ThreadPool | None:
     """The threads of all native ops; None without the compiled module."""
     try:
-        return ThreadPool(num_threads)
+        return ThreadPool(num_threads, spin_us=spin_us)
     except NativeModuleError as error:
         logger.warning("native ops are not used: %s", error)
         return None

@@ -18,7 +18,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.stats = EngineStats()
         self.pulse = Pulse()
-        self._executor = executor
+        self.executor = executor
 
     def step(self) -> tuple[list[Request], Mapping[RequestId, SampledToken]]:
         """Run one step; returns the requests that got a token or ended, and the tokens."""
@@ -26,7 +26,7 @@ class EngineCore:
         plan = self.scheduler.schedule()
         self.pulse.enter(Stage.EXECUTE)
         try:
-            result = self._executor.execute(plan)
+            result = self.executor.execute(plan)
         except BaseException as error:  # Ctrl-C, too: the books are closed before it goes on
             self.scheduler.update(plan, _failed(plan, error))
             raise

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ambidex.core.errors import ShapeError
 from ambidex.kernels.cpu import native
+from ambidex.kernels.cpu import rows as native_rows
 from ambidex.kernels.dispatch import choose
 from ambidex.kernels.reference import activation, kv_store, paged, quantize, rope
 from ambidex.kernels.reference import attention as reference_attention
@@ -27,6 +28,11 @@ _ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
     "gelu": activation.gelu,
     "relu": activation.relu,
 }
+
+_LEAST_NATIVE_MERGE: Final = 32
+"""Tokens from which on the native merge is the faster one: it hands six tensors over, the reference is five calls of
+torch. Measured with 9 heads of 64 on 2 cores of an AVX2 EPYC: 1, 4, 16, 64 tokens 76, 47, 50, 61 µs, the reference 43,
+46, 41, 102."""
 
 
 def attend(
@@ -127,7 +133,12 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
         ShapeError: shapes or devices do not fit, or an lse is not fp32.
     Cost: moves 3 · T · Hq · D numbers.
     """
-    if choose("merge_states", out_a.device.type).name == "native" and _is_plain_fp32(out_a, lse_a, out_b, lse_b):
+    choice = choose("merge_states", out_a.device.type)
+    if (
+        choice.name == "native"
+        and (choice.is_forced or out_a.shape[0] >= _LEAST_NATIVE_MERGE)
+        and _is_plain_fp32(out_a, lse_a, out_b, lse_b)
+    ):
         return native.merge_states(out_a, lse_a, out_b, lse_b)  # checks the shapes itself
     check_shapes(out_a=(out_a, "T Hq D"), lse_a=(lse_a, "T Hq"), out_b=(out_b, "T Hq D"), lse_b=(lse_b, "T Hq"))
     if lse_a.dtype != torch.float32 or lse_b.dtype != torch.float32:
@@ -224,7 +235,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     _check_last_axis(x, weight)
     match choose("rms_norm", x.device.type).name:
-        case "torch":
+        case "native" if _is_small_fp32(x, weight):
+            return native_rows.rms_norm(x, weight, eps)
+        case "native" | "torch":
             return torch_norm.rms_norm(x, weight, eps)
         case "triton":
             from ambidex.kernels.triton import norm as triton_norm
@@ -246,7 +259,10 @@ def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple
         raise ShapeError(f"update: expected shape {tuple(x.shape)} of x, got {tuple(update.shape)}")
     check_alike(x=x, update=update)
     match choose("add_rms_norm", x.device.type).name:
-        case "torch":
+        case "native" if _is_small_fp32(x, weight):
+            total = x + update
+            return total, native_rows.rms_norm(total, weight, eps)
+        case "native" | "torch":
             return torch_norm.add_rms_norm(x, update, weight, eps)
         case "triton":
             from ambidex.kernels.triton import norm as triton_norm
@@ -280,6 +296,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ShapeError: shapes do not fit.
     """
     _check_angles(x, cos, sin)
+    if choose("rotate", x.device.type).name == "native" and _is_small_fp32(x, cos, sin):
+        return native_rows.rotate(x, cos, sin)
     return rope.rotate(x, cos, sin)
 
 
@@ -292,10 +310,13 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     if gate.shape != up.shape:
         raise ShapeError(f"up: expected shape {tuple(gate.shape)} of gate, got {tuple(up.shape)}")
     check_alike(gate=gate, up=up)
-    if choose("silu_mul", gate.device.type).name == "triton":
-        from ambidex.kernels.triton import activation as triton_activation
+    match choose("silu_mul", gate.device.type).name:
+        case "native" if _is_small_fp32(gate, up):
+            return native_rows.silu_mul(gate, up)
+        case "triton":
+            from ambidex.kernels.triton import activation as triton_activation
 
-        return triton_activation.silu_mul(gate, up)
+            return triton_activation.silu_mul(gate, up)
     return activation.silu_mul(gate, up)
 
 
@@ -325,6 +346,11 @@ def _check_pools(k_pool: Tensor, v_pool: Tensor) -> None:
     for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
         if not pool[0].is_contiguous() or pool.stride(0) != k_pool.stride(0):
             raise ShapeError(f"{name}: the rows of a head must be contiguous, got strides {pool.stride()}")
+
+
+def _is_small_fp32(x: Tensor, *others: Tensor) -> bool:
+    """Whether the native ops over rows take these tensors, and x is so small that they are the faster ones."""
+    return x.numel() <= native_rows.MOST_NUMBERS and _is_plain_fp32(x, *others)
 
 
 def _check_last_axis(x: Tensor, vector: Tensor) -> None:
