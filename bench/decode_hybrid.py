@@ -7,7 +7,8 @@ Sink and recent window lie on the GPU, the rest in DRAM. Prompts are not compute
 long contexts cost no device time; decode steps are computed as always. Floor of a step: the slower of the two lanes,
 
     GPU    weights (all but the embedding) and K and V of its tier, over its measured read bandwidth
-    CPU    K and V of DRAM, over the DRAM read bandwidth that the lane's own threads reach in the same run
+    CPU    K and V of DRAM, over the DRAM read bandwidth that the lane's own threads reach in the same run; the stream
+           lane takes a share of them off it over the link, so that a step may be below this floor
 
 and beside it the sum of both, which is the floor of one request whose layers follow each other. `lane_s`: what the CPU
 lane takes for all layers when nothing keeps it waiting. Appends one JSON line to bench/results/decode_hybrid.jsonl.
@@ -94,7 +95,9 @@ def main() -> int:
     gpu = decode_gpu.read_gpu_bandwidth() if is_cuda else decode_gpu.read_cpu_bandwidth()
     lane = CpuLane(engine)
     dram = lane.read_bandwidth()
-    print(f"decode: {engine.report.value('compute', 'decode')}; built in {load_s:.1f} s; weights of a step "
+    share, why = (find("compute", "stream_share") for find in (engine.report.value, engine.report.why))
+    print(f"decode: {engine.report.value('compute', 'decode')}; stream lane {share} ({why}); built in "
+          f"{load_s:.1f} s; weights of a step "
           f"{weight_bytes / 1e9:.2f} GB; GPU memory is read at {gpu.median / 1e9:.0f} GB/s, DRAM by "
           f"{lane.num_threads} threads at {dram.median / 1e9:.1f} GB/s", flush=True)  # fmt: skip
     points = []
@@ -106,7 +109,8 @@ def main() -> int:
         "bench": "decode_hybrid", **opening,
         "settings": {"shape": options.shape, "dtype": options.dtype.value, "kv_dtype": args.kv_dtype.value,
                      "steps": options.steps, "block_size": decode_gpu.BLOCK_SIZE, "sink": args.sink,
-                     "recent": args.recent, "threads": lane.num_threads,
+                     "recent": args.recent, "stream_share": engine.report.value("compute", "stream_share"),
+                     "stream_why": engine.report.why("compute", "stream_share"), "threads": lane.num_threads,
                      "decode": engine.report.value("compute", "decode"), "prompts": "not computed: random K and V",
                      "warmup": f"{decode_gpu.NUM_WARMUP_STEPS} steps of each point"},
         "load_s": significant(load_s, 3), "weight_bytes": weight_bytes,
@@ -129,6 +133,7 @@ def parse_options() -> tuple[decode_gpu.Options, argparse.Namespace]:
     parser.add_argument("--recent", type=int, default=1024, help="last tokens on the GPU")
     parser.add_argument("--kv-dtype", type=KVDTypeChoice, choices=list(KVDTypeChoice), default=KVDTypeChoice.AUTO,
                         help="number format of K and V in DRAM")  # fmt: skip
+    parser.add_argument("--stream-percent", type=int, help="of keys in DRAM, for the stream lane; default: measured")
     parser.add_argument("--device", type=DeviceKind, choices=list(DeviceKind), default=DeviceKind.CUDA, help="where")
     parser.add_argument("--dtype", type=DTypeChoice, choices=[c for c in DTypeChoice if c is not DTypeChoice.AUTO],
                         default=DTypeChoice.BF16, help="number format")  # fmt: skip
@@ -166,6 +171,7 @@ def make_config(folder: str, options: decode_gpu.Options, args: argparse.Namespa
         kv_gpu_tokens=batch * near,
         num_sink_tokens=args.sink,
         recent_window=args.recent,
+        stream_percent=args.stream_percent,
     )
     num_tokens = max(point.batch * (point.context + more + decode_gpu.BLOCK_SIZE) for point in options.points)
     shape = decode_gpu.SHAPES[options.shape]
@@ -233,9 +239,13 @@ def measure(
         start = time.perf_counter()
         decode_gpu.step(engine, point)
         seconds.append(time.perf_counter() - start)
-    read = {name: (engine.stats.lane_bytes[name] - before[name]) // options.steps for name in (Lane.GPU, Lane.CPU)}
+    read = {
+        name: (engine.stats.lane_bytes[name] - before[name]) // options.steps
+        for name in (Lane.GPU, Lane.CPU, Lane.STREAM)
+    }
     step_s = Quantiles.of(seconds)
-    gpu_s, cpu_s = (weight_bytes + read[Lane.GPU]) / gpu.median, read[Lane.CPU] / dram.median
+    gpu_s = (weight_bytes + read[Lane.GPU]) / gpu.median
+    cpu_s = (read[Lane.CPU] + read[Lane.STREAM]) / dram.median
     is_split = read[Lane.CPU] > 0
     lane_s = lane.layers_s(point.batch) if is_split else None
     figures = {

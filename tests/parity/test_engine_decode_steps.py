@@ -102,7 +102,7 @@ def test_greedy_tokens_of_fixed_steps_equal_the_ordinary_path(
         assert engine.stats.lane_bytes[Lane.GPU] == ordinary.stats.lane_bytes[Lane.GPU]
     assert engine.stats.num_graph_failures == 0
     if form is DecodeForm.CAPTURED:
-        assert engine.stats.num_replayed_steps > engine.stats.num_steps / 3
+        assert engine.stats.num_replayed_steps > engine.stats.num_steps / 4
 
 
 @pytest.mark.parametrize(("device", "form"), FORMS)

@@ -2,7 +2,8 @@
 
     block        gpu 7 | dram 2 | dram 5 | gpu 4        the newest block is on the accelerator
     table        7  4                                   keys side by side: those of blocks 7 and 4
-    key batch    2  5                                   likewise, for the CPU lane
+    streamed     2                                      the first of those in DRAM, for the stream lane
+    key batch    5                                      the others, for the CPU lane
 
 What changes little from step to step is kept: the block ids of each request as arrays, which of them a row of the
 device's table already holds, and the CPU lane's key batches. A step in which no request came, went, moved a block or
@@ -70,12 +71,14 @@ class DecodeBatch:
         inputs: the buffers that are filled.
         block_size: tokens of a block.
         has_cpu_lane: steps may have keys in DRAM.
+        stream_share: of each request's blocks in DRAM that the stream lane takes, 0 to 1; 0 where layers have windows.
     """
 
-    def __init__(self, inputs: DecodeInputs, *, block_size: int, has_cpu_lane: bool) -> None:
+    def __init__(self, inputs: DecodeInputs, *, block_size: int, has_cpu_lane: bool, stream_share: float = 0.0) -> None:
         self._inputs = inputs
         self._block_size = block_size
         self._has_cpu_lane = has_cpu_lane
+        self._stream_share = stream_share if inputs.windows == (None,) else 0.0
         self._contexts: dict[RequestId, _Context] = {}
         self._sent: list[_SentRow | None] = [None] * inputs.max_rows
         self._row_starts = np.arange(inputs.max_rows, dtype=np.int64) * inputs.max_blocks
@@ -85,7 +88,9 @@ class DecodeBatch:
         self.num_keys: Mapping[int | None, dict[Tier, int]] = {}
         """Keys that the step's attention reads under each window, all requests together."""
         self.key_batches: Mapping[int | None, KeyBatch] | None = None
-        """The CPU lane's keys under each window; None: it has nothing to do in this step."""
+        """The CPU lane's keys under each window; None: no key of this step lies in DRAM."""
+        self.num_streamed = 0
+        """Keys that the stream lane reads in each layer, all requests together."""
 
     def try_prepare(self, requests: Sequence[ScheduledRequest], num_rows: int) -> bool:
         """Fill and send the inputs of a step of `num_rows` rows, if the step has the form that they can describe.
@@ -133,11 +138,13 @@ class DecodeBatch:
             window: {Tier.GPU: self._write_keys(window, contexts, positions, num_table_keys, num_rows), Tier.DRAM: 0}
             for window in self._inputs.windows
         }
-        self._inputs.send(num_rows, table_rows=table_rows)
+        stream_rows = range(0)
         if is_split:
-            self._make_key_batches(contexts, positions, num_rows)
+            stream_rows = self._make_key_batches(contexts, positions, num_rows)
         else:
-            self.key_batches = None
+            self.key_batches, self._batched, self.num_streamed = None, (), 0
+            host.num_streamed[:] = 0
+        self._inputs.send(num_rows, table_rows=table_rows, stream_rows=stream_rows)
         return True
 
     def _update_contexts(self, requests: Sequence[ScheduledRequest]) -> list[_Context]:
@@ -216,12 +223,21 @@ class DecodeBatch:
         ]
         return np.array(hidden, np.int64)
 
-    def _make_key_batches(self, contexts: Sequence[_Context], positions: NDArray[np.int64], num_rows: int) -> None:
-        """The CPU lane's keys; the last step's serve again while no block moved and no window cuts them."""
+    def _make_key_batches(self, contexts: Sequence[_Context], positions: NDArray[np.int64], num_rows: int) -> range:
+        """The keys of the CPU lane and of the stream lane; returns the rows of the stream table that must be sent.
+
+        The last step's serve again while no block moved and no window cuts them.
+        """
         batched = (num_rows, *[(id(context), id(context.blocks)) for context in contexts])
         old = self.key_batches if self._inputs.windows == (None,) and self._batched == batched else None
         blocks = [context.tiers[Tier.DRAM] for context in contexts]
-        num_stored = np.array([item.num for item in blocks], np.int64) * self._block_size
+        num_blocks = np.array([item.num for item in blocks], np.int64)
+        num_streamed = (num_blocks * self._stream_share).astype(np.int64)
+        host = self._inputs.host(num_rows)
+        host.num_streamed[: len(blocks)] = num_streamed * self._block_size
+        host.num_streamed[len(blocks) :] = 0
+        self.num_streamed = int(num_streamed.sum()) * self._block_size
+        num_stored = (num_blocks - num_streamed) * self._block_size
         made = {}
         for window in self._inputs.windows:
             hidden = np.zeros_like(positions)
@@ -229,23 +245,31 @@ class DecodeBatch:
                 hidden = self._hidden_rows(Tier.DRAM, window, contexts, positions)
             self.num_keys[window][Tier.DRAM] = int((num_stored - hidden).sum())
             if old is None:
-                made[window] = self._key_batch(blocks, hidden, num_stored - hidden, num_rows)
+                made[window] = self._key_batch(blocks, num_streamed, hidden, num_stored - hidden, num_rows)
         # The contexts are kept with the key, so that no other object gets their ids.
         self._batched, self._batched_contexts = batched, tuple((context, context.blocks) for context in contexts)
         self.key_batches = old or made
+        if old is not None or not self.num_streamed:
+            return range(0)
+        table = self._inputs.host_stream_table()
+        for row, (item, num) in enumerate(zip(blocks, num_streamed.tolist(), strict=True)):
+            table[row, :num] = item.ids[:num]
+        return range(len(blocks))
 
     def _key_batch(
         self,
         blocks: Sequence[_TierBlocks],
+        num_streamed: NDArray[np.int64],
         first_key: NDArray[np.int64],
         num_keys: NDArray[np.int64],
         num_rows: int,
     ) -> KeyBatch:
-        """One query a request, and padding that sees nothing."""
+        """One query a request, which sees the blocks behind the streamed ones, and padding that sees nothing."""
         num_padding = num_rows - len(blocks)
-        counts = [item.num for item in blocks] + [0] * num_padding
+        ids = [item.ids[num : item.num] for item, num in zip(blocks, num_streamed.tolist(), strict=True)]
+        counts = [len(array) for array in ids] + [0] * num_padding
         arrays = (
-            np.concatenate([item.ids[: item.num] for item in blocks]),
+            np.concatenate(ids),
             np.cumsum([0, *counts]),
             np.pad(first_key, (0, num_padding)),
             np.pad(num_keys, (0, num_padding)),

@@ -1,6 +1,6 @@
 """`Handover`: how a step that the accelerator runs on its own meets the CPU lane, layer after layer.
 
-    accelerator    q ──copy──▶ pinned   asked[i] = 1       … attends over its own keys …    wait for answered[i]   merge
+    accelerator    q ────────▶ pinned   asked[i] = 1       … attends over its own keys …    wait for answered[i]   merge
     CPU                                 wait for asked[i]  attend in DRAM   answered[i] = 1
 
 The same buffers serve every layer: the accelerator sends the next queries only after it has read the last answer.
@@ -20,6 +20,7 @@ from ambidex.core.errors import LaneError
 from ambidex.core.model_spec import ModelSpec
 from ambidex.kernels.cpu.native import WORD_STRIDE, AttentionScript, KeyBatch
 from ambidex.kernels.cuda import stream_words
+from ambidex.kernels.cuda.pinned_view import view_on_gpu
 from ambidex.storage.tiled_pool import TiledKVPool
 
 WAIT_LIMIT_S: Final = 20.0
@@ -83,8 +84,10 @@ class Handover:
         self._q = torch.empty(heads, dtype=dtype, pin_memory=is_cuda)
         self._out = torch.empty(heads, dtype=torch.float32, pin_memory=is_cuda)
         self._lse = torch.empty(heads[:2], dtype=torch.float32, pin_memory=is_cuda)
-        self._out_there = torch.empty(heads, dtype=torch.float32, device=device)
-        self._lse_there = torch.empty(heads[:2], dtype=torch.float32, device=device)
+        # The same memory as the accelerator sees it: its kernels read and write it over the link, without copies.
+        self._q_there, self._out_there, self._lse_there = (
+            view_on_gpu(buffer) if is_cuda else buffer for buffer in (self._q, self._out, self._lse)
+        )
         # [asked or answered, L, words of a cache line]
         self._flags = torch.zeros(2, spec.num_layers, WORD_STRIDE, dtype=torch.int32, pin_memory=is_cuda)
         self._host_flags = self._flags.numpy()  # the same memory
@@ -100,14 +103,12 @@ class Handover:
 
     def send(self, layer_idx: int, q: Tensor) -> None:
         """Launch: bring rotated queries [B, Hq, D] to the CPU lane."""
-        self._q.copy_(q, non_blocking=True)
+        torch.add(q, 0, out=self._q_there)  # a kernel; copy_ would be a job for the copy engine, which is slower
         self._words.write(self._flags[0, layer_idx, :1])
 
     def receive(self, layer_idx: int) -> AttentionState:
-        """Launch: wait for the CPU lane's answer and bring it to the accelerator; valid until the next layer's."""
+        """Launch: wait for the CPU lane's answer. It is read over the link, and valid until the next layer's."""
         self._words.wait(self._flags[1, layer_idx, :1])
-        self._out_there.copy_(self._out, non_blocking=True)
-        self._lse_there.copy_(self._lse, non_blocking=True)
         return AttentionState(self._out_there, self._lse_there)
 
     def reset(self) -> None:

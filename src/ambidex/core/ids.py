@@ -26,7 +26,9 @@ class KVPart(StrEnum):
 
 
 class Lane(StrEnum):
-    """Who attends over a part of the keys: the accelerator or the CPU."""
+    """Who attends over a part of the keys: the accelerator over its own, the CPU over those in DRAM, or the accelerator
+    over keys in DRAM that it reads over the link."""
 
     GPU = "gpu"
     CPU = "cpu"
+    STREAM = "stream"

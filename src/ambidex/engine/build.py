@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from ambidex.attention.streamed import can_stream, measure_stream_share
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import CudaGraphs, EngineConfig, LoadFormat
 from ambidex.core.dtypes import DType
@@ -112,6 +113,7 @@ def build_engine(
         max_context_len=choices.memory.max_context_len,
         seed=config.seed,
     )
+    stream_share, stream_why = _choose_stream_share(config, choices, pools)
     runner = ModelRunner(
         model=model,
         attention=TieredAttention(choices.spec, pools),
@@ -119,7 +121,7 @@ def build_engine(
         copies=CopyEngine(pools, copy=copy),
         device=choices.device,
         forward=forward,
-        decode_steps=_make_decode_steps(config, choices, model, pools, forward, capture),
+        decode_steps=_make_decode_steps(config, choices, model, pools, forward, stream_share, capture),
     )
     return Engine(
         core=EngineCore(scheduler=scheduler, executor=runner),
@@ -129,7 +131,7 @@ def build_engine(
         vocab_size=choices.spec.vocab_size,
         eos_ids=eos_ids,
         guides=GuideCompiler(tokenizer, vocab_size=choices.spec.vocab_size, eos_ids=eos_ids),
-        report=_report(config, choices, pools),
+        report=_report(config, choices, pools, stream=(stream_share, stream_why)),
         kv_bytes=lambda: {
             tier: (usage.used + usage.in_flight) * choices.kv.specs[tier].bytes_per_block
             for tier, usage in kv_manager.usage().items()
@@ -207,6 +209,7 @@ def _make_decode_steps(
     model: CausalLM,
     pools: dict[Tier, KVPool],
     forward: Forward,
+    stream_share: float,
     capture: Callable[[], Capture],
 ) -> DecodeSteps | None:
     if choices.decode_form is DecodeForm.ORDINARY or pools[Tier.GPU].num_blocks == 0:
@@ -218,8 +221,40 @@ def _make_decode_steps(
         pools=pools,
         buckets=_decode_buckets(config),
         max_context_len=choices.memory.max_context_len,
+        stream_share=stream_share,
         capture=capture() if choices.decode_form is DecodeForm.CAPTURED else None,
     )
+
+
+def _choose_stream_share(config: EngineConfig, choices: _Choices, pools: Mapping[Tier, KVPool]) -> tuple[float, str]:
+    """Which share of the keys in DRAM the GPU reads over the link in decode steps, and why.
+
+    Raises:
+        ConfigError: a share is asked for that cannot be had.
+    """
+    reason = _why_no_stream(choices, pools)
+    dram = pools[Tier.DRAM]
+    if reason is not None or not isinstance(dram, TiledKVPool):
+        if config.stream_percent:
+            raise ConfigError(f"--stream-percent {config.stream_percent} cannot be had, use 0: {reason}")
+        return 0.0, str(reason)
+    if config.stream_percent is not None:
+        return config.stream_percent / 100, "asked for"
+    return measure_stream_share(dram)
+
+
+def _why_no_stream(choices: _Choices, pools: Mapping[Tier, KVPool]) -> str | None:
+    """Why decode steps have no stream lane; None if they have one."""
+    dram = pools[Tier.DRAM]
+    if choices.decode_form is not DecodeForm.CAPTURED:
+        return choices.decode_form_why
+    if choose("attend_tiles", choices.device.type).name != "triton":
+        return choose("attend_tiles", choices.device.type).reason
+    if not isinstance(dram, TiledKVPool) or not dram.num_blocks:
+        return "no K and V lie in DRAM in tile order"
+    if not dram.is_pinned:
+        return "the driver refused to pin the DRAM tier"
+    return can_stream(choices.spec, dram, dtype=pools[Tier.GPU].k.dtype)
 
 
 def _make_threads(num_threads: int, *, spin_us: int) -> ThreadPool | None:
@@ -314,7 +349,9 @@ def _make_pool(
     return RowKVPool(specs[tier], tier, blocks[tier], device=device, pinned=pinned)
 
 
-def _report(config: EngineConfig, choices: _Choices, pools: dict[Tier, KVPool]) -> EngineReport:
+def _report(
+    config: EngineConfig, choices: _Choices, pools: dict[Tier, KVPool], *, stream: tuple[float, str]
+) -> EngineReport:
     spec, memory, kv = choices.spec, choices.memory, choices.kv.specs
     facts = [
         ReportRow(section="model", name="name", value=choices.source.name),
@@ -329,6 +366,7 @@ def _report(config: EngineConfig, choices: _Choices, pools: dict[Tier, KVPool]) 
         ReportRow(section="compute", name="dtype", value=choices.dtype.value, why=choices.dtype_why),
         ReportRow(section="compute", name="threads", value=str(choices.num_threads)),
         ReportRow(section="compute", name="decode", value=choices.decode_form.value, why=choices.decode_form_why),
+        ReportRow(section="compute", name="stream_share", value=f"{stream[0]:.2f} of keys in DRAM", why=stream[1]),
         ReportRow(
             section="kv",
             name="max_context_len",

@@ -15,7 +15,7 @@ from ambidex.core.errors import ShapeError
 from ambidex.kernels.cpu import native
 from ambidex.kernels.cpu import rows as native_rows
 from ambidex.kernels.dispatch import choose
-from ambidex.kernels.reference import activation, kv_store, paged, quantize, rope
+from ambidex.kernels.reference import activation, kv_store, kv_tiles, paged, quantize, rope
 from ambidex.kernels.reference import attention as reference_attention
 from ambidex.kernels.reference import merge as reference_merge
 from ambidex.kernels.reference import norm as reference_norm
@@ -120,6 +120,46 @@ def attend_paged(
 
         return triton_paged.attend_paged(*arguments, scale=scale, out_dtype=out_dtype or q.dtype)
     return paged.attend_paged(*arguments, scale=scale, out_dtype=out_dtype or q.dtype)
+
+
+def attend_tiles(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, block_table: Tensor, num_keys: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend with one query of each of B requests over its first keys in a pool in tile order (decode).
+
+    Args:
+        q: [B, Hq, D]; query head h reads KV head h // (Hq / Hkv).
+        k_pool, v_pool: [Hkv, N, P, padded D], one layer of a pool in tile order, contiguous but for the first axis, of
+            16-bit numbers in the dtype of q; with CUDA usually pinned host memory (`kernels.cuda.pinned_view`).
+        block_table: [B, M] int32, the blocks of each request; num_keys: [B] int32, how many rows of them it sees, side
+            by side from the first; 0 is legal: out 0, lse −inf. All on the device of q.
+        scale: factor of q·k.
+    Returns:
+        out [B, Hq, D] fp32; lse [B, Hq] fp32, natural log.
+    Raises:
+        ShapeError: shapes, dtypes or devices do not fit, or the padded D is no power of 2.
+    Cost: reads K and V of the blocks once. The launches depend on shapes alone, as those of `attend_paged` do.
+    """
+    check_shapes(
+        q=(q, "B Hq D"), k_pool=(k_pool, "Hkv N P Dp"), v_pool=(v_pool, "Hkv N P Dp"),
+        block_table=(block_table, "B M"), num_keys=(num_keys, "B"),
+    )  # fmt: skip
+    check_alike(q=q, k_pool=k_pool, v_pool=v_pool)
+    check_alike(block_table=block_table, num_keys=num_keys)
+    _check_pools(k_pool, v_pool)
+    dim = k_pool.shape[3]
+    if q.element_size() != 2 or dim & (dim - 1) or k_pool.shape[2] % 16 or q.shape[1] % k_pool.shape[0]:
+        raise ShapeError(
+            f"attend_tiles: expected 16-bit numbers, rows padded to a power of 2, blocks of n · 16 tokens and "
+            f"whole groups, got {q.dtype}, {dim}, {k_pool.shape[2]} and {q.shape[1]} heads on {k_pool.shape[0]}"
+        )
+    if choose("attend_tiles", q.device.type).name == "triton":
+        from ambidex.kernels.triton import attend_tiles as triton_tiles
+
+        return triton_tiles.attend_tiles(q, k_pool, v_pool, block_table, num_keys, scale=scale)
+    k_rows, v_rows = kv_tiles.unpack_k(k_pool, q.shape[2]), kv_tiles.unpack_v(v_pool, q.shape[2])
+    first_key = torch.zeros_like(num_keys)
+    return paged.attend_paged(q, k_rows, v_rows, block_table, first_key, num_keys, scale=scale, out_dtype=torch.float32)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

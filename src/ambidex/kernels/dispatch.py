@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 IMPLEMENTATIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "attend": ("reference", "torch"),
     "attend_paged": ("reference", "triton"),
+    "attend_tiles": ("reference", "triton"),
     "merge_states": ("reference", "native", "triton"),
     "linear": ("reference", "torch", "native"),
     "rms_norm": ("reference", "torch", "native", "triton"),

@@ -23,6 +23,7 @@ from ambidex.attention.decode_inputs import DecodeInputs
 from ambidex.attention.handover import Handover
 from ambidex.attention.hybrid import HybridAttention
 from ambidex.attention.paged import PagedAttention
+from ambidex.attention.streamed import StreamedAttention, StreamPool
 from ambidex.core.errors import LaneError
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.model_spec import ModelSpec
@@ -83,6 +84,7 @@ class DecodeSteps:
         pools: the KV of both tiers; keys in DRAM are part of such steps if that pool is in tile order.
         buckets: numbers of rows, ascending.
         max_context_len: tokens; bounds the block table.
+        stream_share: of the keys in DRAM that the stream lane reads, 0 to 1; needs what `can_stream` asks for.
         capture: how a step is captured, `CudaCapture()` or a test's; None: each step is launched anew.
     """
 
@@ -95,6 +97,7 @@ class DecodeSteps:
         pools: Mapping[Tier, KVPool],
         buckets: Sequence[int],
         max_context_len: int,
+        stream_share: float,
         capture: Capture | None,
     ) -> None:
         self._model = model
@@ -104,6 +107,7 @@ class DecodeSteps:
         self._pools = dict(pools)
         self._dram = dram if isinstance(dram, TiledKVPool) and dram.num_blocks else None
         self._handovers: dict[int, Handover] = {}
+        self._stream = StreamPool(self._dram, pool.device) if self._dram is not None and stream_share > 0 else None
         self._buckets = tuple(buckets)
         self._capture = capture
         self._is_given_up = False
@@ -116,7 +120,9 @@ class DecodeSteps:
             windows=tuple(dict.fromkeys(spec.windows)),
             device=pool.device,
         )
-        self._batch = DecodeBatch(self._inputs, block_size=kv.block_size, has_cpu_lane=self._dram is not None)
+        self._batch = DecodeBatch(
+            self._inputs, block_size=kv.block_size, has_cpu_lane=self._dram is not None, stream_share=stream_share
+        )
         self._num_layers = Counter(spec.windows)
         self._logits = torch.empty(buckets[-1], spec.vocab_size, dtype=torch.float32, device=pool.device)
         self._all_rows = torch.arange(buckets[-1], device=pool.device)
@@ -139,7 +145,7 @@ class DecodeSteps:
         return DecodeOutput(
             logits=self._logits[: len(requests)],
             chosen=self._chosen[: len(requests)],
-            lane_bytes={Lane.GPU: self._bytes_read(Tier.GPU), Lane.CPU: self._bytes_read(Tier.DRAM)},
+            lane_bytes=self._lane_bytes(),
             is_replayed=is_replayed,
         )
 
@@ -205,9 +211,15 @@ class DecodeSteps:
             )
         return self._handovers[num_rows]
 
-    def _bytes_read(self, tier: Tier) -> int:
-        size = self._pools[tier].spec.bytes_per_token_layer
-        return size * sum(num[tier] * self._num_layers[window] for window, num in self._batch.num_keys.items())
+    def _lane_bytes(self) -> dict[Lane, int]:
+        """Bytes of K and V that each lane read in the step."""
+        near, dram = (self._pools[tier].spec.bytes_per_token_layer for tier in (Tier.GPU, Tier.DRAM))
+        num_keys = self._batch.num_keys.items()
+        return {
+            Lane.GPU: near * sum(num[Tier.GPU] * self._num_layers[window] for window, num in num_keys),
+            Lane.CPU: dram * sum(num[Tier.DRAM] * self._num_layers[window] for window, num in num_keys),
+            Lane.STREAM: dram * self._batch.num_streamed * self._spec.num_layers,
+        }
 
     def _compute(self, num_rows: int, handover: Handover | None) -> None:
         """All that a graph holds: from the inputs on the device to logits and chosen tokens there."""
@@ -220,7 +232,10 @@ class DecodeSteps:
             sampled_ids=(),
         )
         paged = PagedAttention(self._spec, self._pools[Tier.GPU], rows)
-        attention = paged if handover is None else HybridAttention(paged, handover)
+        attention: AttentionOp = paged
+        if handover is not None:
+            streamed = StreamedAttention(self._spec, self._stream, rows) if self._stream is not None else None
+            attention = HybridAttention(paged, handover, streamed)
         hidden = self._forward(self._model, batch, attention)
         logits = self._logits[:num_rows]
         logits.copy_(self._model.logits(hidden))

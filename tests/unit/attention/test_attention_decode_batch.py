@@ -16,9 +16,11 @@ BLOCK_SIZE = 4
 MAX_ROWS = 8
 
 
-def make_batch(*windows: int | None, has_cpu_lane: bool = False) -> tuple[DecodeInputs, DecodeBatch]:
+def make_batch(
+    *windows: int | None, has_cpu_lane: bool = False, stream_share: float = 0.0
+) -> tuple[DecodeInputs, DecodeBatch]:
     inputs = DecodeInputs(max_rows=MAX_ROWS, max_blocks=10, windows=windows, device=torch.device("cpu"))
-    return inputs, DecodeBatch(inputs, block_size=BLOCK_SIZE, has_cpu_lane=has_cpu_lane)
+    return inputs, DecodeBatch(inputs, block_size=BLOCK_SIZE, has_cpu_lane=has_cpu_lane, stream_share=stream_share)
 
 
 def request(name: str, start: int, ids: list[int], *, dram: int = 0, num_tokens: int = 1) -> ScheduledRequest:
@@ -155,3 +157,23 @@ def test_key_batches_serve_again_until_a_block_moves() -> None:
 def test_a_step_whose_newest_block_lies_in_dram_is_refused() -> None:
     _, batch = make_batch(None, has_cpu_lane=True)
     assert not batch.try_prepare([request("a", 5, [8, 2], dram=2)], 1)
+
+
+def test_the_stream_lane_takes_its_share_of_the_first_blocks_in_dram() -> None:
+    inputs, batch = make_batch(None, has_cpu_lane=True, stream_share=0.5)
+    first = request("a", 21, [8, 2, 6, 7, 9, 3], dram=5)
+    assert batch.try_prepare([first, request("b", 5, [4, 1], dram=1)], 4)
+    rows = inputs.device(4)
+    assert rows.num_streamed.tolist() == [2 * BLOCK_SIZE, 0, 0, 0]
+    assert rows.stream_table[0, :2].tolist() == [8, 2]
+    assert batch.num_keys == {None: {Tier.GPU: 4, Tier.DRAM: 3 * BLOCK_SIZE + BLOCK_SIZE}}
+    assert batch.num_streamed == 2 * BLOCK_SIZE
+    assert batch.try_prepare([request("c", 1, [5])], 4)
+    assert inputs.device(4).num_streamed.eq(0).all()
+
+
+def test_layers_with_windows_do_not_stream() -> None:
+    inputs, batch = make_batch(None, 9, has_cpu_lane=True, stream_share=0.9)
+    assert batch.try_prepare([request("a", 21, [8, 2, 6, 7, 9, 3], dram=5)], 1)
+    assert inputs.device(1).num_streamed.tolist() == [0]
+    assert batch.num_keys[None][Tier.DRAM] == 5 * BLOCK_SIZE
