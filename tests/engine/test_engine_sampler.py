@@ -10,7 +10,7 @@ from ambidex.core.request import SamplingParams
 from ambidex.core.step import NewRequest, SampledToken
 from ambidex.runner.sampler import Sampler
 
-A, B = RequestId("a"), RequestId("b")
+A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0])
 
 
@@ -101,6 +101,28 @@ def test_sample_with_repetition_penalty_counts_the_prompt() -> None:
 def test_sample_with_logit_bias_adds_to_the_logit() -> None:
     sampler = make_sampler((A, SamplingParams(temperature=0.0, logit_bias=((4, 100.0),))))
     assert draw(sampler, 1) == [4]
+
+
+def test_sample_with_a_mask_takes_only_what_it_allows_in_its_own_row() -> None:
+    greedy = SamplingParams(temperature=0.0)
+    sampler = make_sampler((A, greedy), (B, greedy), (C, SamplingParams(temperature=1.0)))
+    masks = [(0b01100).to_bytes(4, "little"), None, (0b10000).to_bytes(8, "little")[:4]]
+    tokens, failures = sampler.sample(LOGITS.repeat(3, 1), [A, B, C], masks)
+    assert [tokens[request_id].token_id for request_id in (A, B, C)] == [2, 0, 4]
+    assert failures == {}
+
+
+def test_sample_with_an_empty_mask_fails_the_request() -> None:
+    sampler = make_sampler((A, SamplingParams(temperature=0.0)), (B, SamplingParams(temperature=0.0)))
+    tokens, failures = sampler.sample(LOGITS.repeat(2, 1), [A, B], [bytes(4), None])
+    assert tokens[B].token_id == 0
+    assert "every token is forbidden" in failures[A]
+
+
+def test_guided_request_never_gets_its_likeliest_token_unseen() -> None:
+    sampler = make_sampler((A, SamplingParams(temperature=0.0)), (B, SamplingParams(temperature=0.0, regex="a")))
+    assert sampler.takes_likeliest([A])
+    assert not sampler.takes_likeliest([A, B])
 
 
 def test_sample_below_minimum_length_avoids_stop_ids() -> None:

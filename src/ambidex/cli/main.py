@@ -20,6 +20,7 @@ from ambidex.cli.config_file import closest
 from ambidex.cli.doctor import DoctorCommand
 from ambidex.cli.generate import GenerateCommand
 from ambidex.cli.models import ModelsCommand
+from ambidex.cli.serve import ServeCommand
 from ambidex.cli.services import Services, package_version
 from ambidex.cli.settings import VerbOption
 from ambidex.cli.show import naming_stdout, print_text, say
@@ -49,7 +50,7 @@ class AmbidexCommand(click.Group):
                 click.Option(["--version"], is_flag=True, is_eager=True, expose_value=False, callback=show_version,
                              help="show the version and exit"),
             ],
-            commands=[GenerateCommand(), ChatCommand(), ModelsCommand(), DoctorCommand()],
+            commands=[GenerateCommand(), ChatCommand(), ServeCommand(), ModelsCommand(), DoctorCommand()],
         )  # fmt: skip
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> NoReturn:  # type: ignore[override]  # never returns, whatever click's standalone mode

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ambidex.engine.outputs import RequestOutput
     from ambidex.engine.report import EngineReport
     from ambidex.engine.stats import EngineStats
+    from ambidex.server.config import ServerConfig
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all) while weights load."""
@@ -59,6 +60,15 @@ def make_llm(config: EngineConfig, progress: Progress | None) -> LLMService:
     return LLM(config, progress=progress)
 
 
+def run_server(config: "ServerConfig", engine: EngineConfig) -> None:
+    """Serve until a signal; imported here because it brings in torch and FastAPI, which `--help` does not need."""
+    from ambidex.cli.show import say
+    from ambidex.server.main import serve
+
+    version = package_version("ambidex") or "0"
+    serve(config, engine, version=version, on_bound=lambda url: say(f"{url} listens, {engine.model} is loading"))
+
+
 def describe_gpus() -> Sequence[Any]:
     """The GPUs that torch sees, as dataclasses; imported here for the same reason."""
     from ambidex.runner.device import describe_gpus
@@ -90,6 +100,7 @@ class Services:
     """All of them; `root` is where `/proc` and `/sys` lie, `hub_cache` the Hub's cache (None: the usual place)."""
 
     make_llm: Callable[[EngineConfig, Progress | None], LLMService] = make_llm
+    serve: Callable[["ServerConfig", EngineConfig], None] = run_server
     describe_gpus: Callable[[], Sequence[Any]] = describe_gpus
     native_isa: Callable[[], str] = native_isa
     package_version: Callable[[str], str | None] = package_version

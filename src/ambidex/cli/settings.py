@@ -2,7 +2,7 @@
 
     flag  >  environment AMBIDEX_*  >  file  >  default
 
-A default is stated in `EngineConfig` or `SamplingParams`; `max_output_tokens` alone has another one here.
+A default is stated in the dataclass; `max_output_tokens` alone has another one here.
 """
 
 import dataclasses
@@ -33,9 +33,14 @@ from ambidex.core.config import EngineConfig, SettingKind, flag_name, variable_n
 from ambidex.core.errors import ConfigError
 from ambidex.core.request import MAX_LOGPROBS, SamplingParams
 from ambidex.core.units import format_size
+from ambidex.server.config import ServerConfig
 
 DEFAULT_OUTPUT_TOKENS: Final = 256
 """`SamplingParams` follows the completion APIs (16 tokens); who asks at a terminal wants a whole answer."""
+
+
+SECRETS: Final = ("api_key",)
+"""Settings that no report shows."""
 
 
 class Owner(StrEnum):
@@ -43,11 +48,12 @@ class Owner(StrEnum):
 
     ENGINE = "engine"
     SAMPLING = "sampling"
+    SERVER = "server"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One field of `EngineConfig` or `SamplingParams`. `metavar` is its unit, or else its type, as help shows it."""
+    """One field of one of the dataclasses. `metavar` is its unit, or else its type, as help shows it."""
 
     name: str
     owner: Owner
@@ -88,6 +94,8 @@ class Setting:
         """A value as reports show it."""
         if value is None:
             return "auto" if self.owner is Owner.ENGINE else "none"
+        if self.name in SECRETS:
+            return "(set)"
         if self.type.name == SettingKind.SIZE:
             return format_size(value)
         if self.is_repeatable:
@@ -136,7 +144,7 @@ class SettingOption(VerbOption):
         return items
 
 
-def _engine_setting(field: "dataclasses.Field[Any]") -> Setting:
+def _field_setting(owner: Owner, field: "dataclasses.Field[Any]") -> Setting:
     kind: SettingKind = field.metadata["kind"]
     default: Any = field.default
     choices: tuple[str, ...] = ()
@@ -148,24 +156,33 @@ def _engine_setting(field: "dataclasses.Field[Any]") -> Setting:
             read = read_size
         case SettingKind.TEXT:
             read = read_text
+        case SettingKind.NUMBER:
+            read = read_float
+        case SettingKind.SWITCH:
+            read = read_switch
         case SettingKind.CHOICE:
             words: type[StrEnum] = type(default)
             read, choices = choice_reader(words), tuple(words)
     is_size = kind is SettingKind.SIZE
     return Setting(
         name=field.name,
-        owner=Owner.ENGINE,
+        owner=owner,
         help=field.metadata["help"],
         metavar="|".join(choices) or ("SIZE" if is_size else field.metadata["unit"].upper() or kind.value.upper()),
         default=default,
         type=ValueType(kind.value, optional_reader(read) if default is None else read, choices),
+        is_repeatable=default == (),
+        is_switch=kind is SettingKind.SWITCH,
     )
 
 
 ENGINE_SETTINGS: Final = tuple(
-    _engine_setting(field) for field in dataclasses.fields(EngineConfig) if field.name != "model"
+    _field_setting(Owner.ENGINE, field) for field in dataclasses.fields(EngineConfig) if field.name != "model"
 )
 """The fields of `EngineConfig` without the model, which is an argument."""
+
+SERVER_SETTINGS: Final = tuple(_field_setting(Owner.SERVER, field) for field in dataclasses.fields(ServerConfig))
+"""The fields of `ServerConfig`."""
 
 _SAMPLING_DEFAULTS: Final[Mapping[str, Any]] = {
     **{field.name: field.default for field in dataclasses.fields(SamplingParams)},
@@ -206,12 +223,19 @@ SAMPLING_SETTINGS: Final = tuple(
         ("ignore_eos", read_switch, "", "go on after an end-of-text token"),
         ("logprobs", optional_reader(read_int), "N", f"log-probabilities, also of the n ≤ {MAX_LOGPROBS} likeliest"),
         ("logit_bias", read_bias, "ID=BIAS", "added to the logit of a token, −100 to 100 (repeatable)"),
+        ("json_schema", optional_reader(read_text), "JSON", "the answer is JSON that fits this schema"),
+        ("regex", optional_reader(read_text), "PATTERN", "the answer matches this regular expression"),
+        ("grammar", optional_reader(read_text), "TEXT", "the answer fits this grammar, in llguidance's Lark form"),
     )
 )  # fmt: skip
 """The fields of `SamplingParams`."""
 
-FLAG_SETTINGS: Final = (*ENGINE_SETTINGS, *(setting for setting in SAMPLING_SETTINGS if setting.name != "seed"))
-"""The settings with a flag. `--seed` is the engine's: requests without a seed of their own make theirs from it."""
+RUN_SETTINGS: Final = (*ENGINE_SETTINGS, *(setting for setting in SAMPLING_SETTINGS if setting.name != "seed"))
+"""Those of a run at the terminal. `--seed` is the engine's: requests without one of their own make theirs from it."""
+SERVE_SETTINGS: Final = (*SERVER_SETTINGS, *ENGINE_SETTINGS)
+"""Those of a server: requests bring their sampling with them."""
+FLAG_SETTINGS: Final = (*RUN_SETTINGS, *SERVER_SETTINGS)
+"""All that have a flag, a variable and a key in the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +244,7 @@ class ChosenSettings:
 
     engine: EngineConfig
     sampling: SamplingParams
+    server: ServerConfig
     rows: tuple[tuple[str, str, str, str], ...]
 
 
@@ -230,7 +255,7 @@ def choose_settings(ctx: click.Context, *, model: str, model_source: str) -> Cho
         ConfigError, RequestError: a value is out of its range.
     """
     options = [param for param in ctx.command.params if isinstance(param, SettingOption)]
-    values: dict[Owner, dict[str, Any]] = {Owner.ENGINE: {}, Owner.SAMPLING: {}}
+    values: dict[Owner, dict[str, Any]] = {owner: {} for owner in Owner}
     rows = [("model", "model", model, model_source)]
     for option in options:
         setting = option.setting
@@ -240,5 +265,6 @@ def choose_settings(ctx: click.Context, *, model: str, model_source: str) -> Cho
     return ChosenSettings(
         engine=EngineConfig(model=model, **values[Owner.ENGINE]),
         sampling=SamplingParams(**values[Owner.SAMPLING]),
+        server=ServerConfig(**values[Owner.SERVER]),
         rows=tuple(rows),
     )

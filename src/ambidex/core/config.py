@@ -59,6 +59,8 @@ class SettingKind(StrEnum):
     TEXT = "text"
     INT = "int"
     SIZE = "size"
+    NUMBER = "number"
+    SWITCH = "switch"
     CHOICE = "choice"
 
 
@@ -66,7 +68,7 @@ MAX_NUMBER: Final = 2**63 - 1
 """What a signed 64-bit number holds."""
 
 
-def _setting(
+def setting(
     default: object,
     kind: SettingKind,
     help_text: str,
@@ -75,6 +77,10 @@ def _setting(
     low: int | None = None,
     high: int = MAX_NUMBER,
 ) -> Any:
+    """A field that the user may set: a dataclass field with what command line, file and documentation need to know.
+
+    A `default` of () makes it repeatable: a tuple of texts.
+    """
     return field(default=default, metadata={"kind": kind, "help": help_text, "unit": unit, "low": low, "high": high})
 
 
@@ -87,58 +93,58 @@ class EngineConfig:
     """
 
     model: str
-    device: DeviceKind = _setting(DeviceKind.AUTO, SettingKind.CHOICE, "accelerator to compute on")
-    dtype: DTypeChoice = _setting(DTypeChoice.AUTO, SettingKind.CHOICE, "number format of weights, activations and KV")
-    kv_dtype: KVDTypeChoice = _setting(
+    device: DeviceKind = setting(DeviceKind.AUTO, SettingKind.CHOICE, "accelerator to compute on")
+    dtype: DTypeChoice = setting(DTypeChoice.AUTO, SettingKind.CHOICE, "number format of weights, activations and KV")
+    kv_dtype: KVDTypeChoice = setting(
         KVDTypeChoice.AUTO, SettingKind.CHOICE,
         "number format of K and V in host memory; int8 halves what attention reads, and rounds",
     )  # fmt: skip
-    load_format: LoadFormat = _setting(
+    load_format: LoadFormat = setting(
         LoadFormat.AUTO, SettingKind.CHOICE, "auto reads the model's files; dummy makes random weights from its config"
     )
-    chat_template: str | None = _setting(
+    chat_template: str | None = setting(
         None, SettingKind.TEXT, "file with a Jinja chat template, in place of the one that the model brings"
     )
-    max_context_len: int | None = _setting(
+    max_context_len: int | None = setting(
         None, SettingKind.INT, "longest prompt and answer together; default: the model's, or what the KV tiers hold",
         unit="tokens", low=2,
     )  # fmt: skip
-    block_size: int = _setting(64, SettingKind.INT, "tokens of a KV block", unit="tokens", low=1, high=1024)
-    gpu_memory: int | None = _setting(
+    block_size: int = setting(64, SettingKind.INT, "tokens of a KV block", unit="tokens", low=1, high=1024)
+    gpu_memory: int | None = setting(
         None, SettingKind.SIZE,
         "budget of the accelerator tier (weights, workspace, KV); default: 90 % of the free memory",
         unit="bytes",
     )  # fmt: skip
-    kv_gpu_tokens: int | None = _setting(
+    kv_gpu_tokens: int | None = setting(
         None, SettingKind.INT,
         "tokens of KV on the accelerator tier, rounded up to blocks; default: what gpu-memory leaves",
         unit="tokens", low=0,
     )  # fmt: skip
-    dram_memory: int | None = _setting(
+    dram_memory: int | None = setting(
         None, SettingKind.SIZE,
         "budget of the DRAM tier for KV; default: 45 % of the free memory, at most what is used",
         unit="bytes",
     )  # fmt: skip
-    num_sink_tokens: int = _setting(
+    num_sink_tokens: int = setting(
         64, SettingKind.INT, "first tokens of a context, kept on the accelerator tier", unit="tokens", low=0
     )
-    recent_window: int | None = _setting(
+    recent_window: int | None = setting(
         None, SettingKind.INT, "last tokens of a context, kept on the accelerator tier; older ones are demoted "
         "to DRAM; default: as many as fit", unit="tokens", low=0,
     )  # fmt: skip
-    max_tokens_per_step: int = _setting(
+    max_tokens_per_step: int = setting(
         512, SettingKind.INT, "token budget of one step; longer prompts are computed in chunks", unit="tokens", low=1
     )
-    max_running_requests: int = _setting(64, SettingKind.INT, "requests computed in one step", unit="requests", low=1)
-    stream_percent: int | None = _setting(
+    max_running_requests: int = setting(64, SettingKind.INT, "requests computed in one step", unit="requests", low=1)
+    stream_percent: int | None = setting(
         None, SettingKind.INT,
         "share of the keys in DRAM that a GPU reads over the link in decode steps, beside the CPU; default: from both "
         "rates, measured", unit="%", low=0, high=100,
     )  # fmt: skip
-    cuda_graphs: CudaGraphs = _setting(
+    cuda_graphs: CudaGraphs = setting(
         CudaGraphs.AUTO, SettingKind.CHOICE, "auto replays decode steps as CUDA graphs where it can; off never does"
     )
-    num_threads: int | None = _setting(
+    num_threads: int | None = setting(
         None,
         SettingKind.INT,
         "CPU threads; default: the cores this process may use",
@@ -146,7 +152,7 @@ class EngineConfig:
         low=1,
         high=4096,
     )
-    seed: int = _setting(0, SettingKind.INT, "seed of dummy weights and of requests without a seed of their own", low=0)
+    seed: int = setting(0, SettingKind.INT, "seed of dummy weights and of requests without a seed of their own", low=0)
 
     @classmethod
     def of(cls, model: "str | EngineConfig", settings: Mapping[str, Any]) -> "EngineConfig":
@@ -167,30 +173,56 @@ class EngineConfig:
         return model
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            object.__setattr__(self, name, _choice(name, getattr(self, name), choices))
-        for item in dataclasses.fields(self):
-            kind, value = item.metadata.get("kind"), getattr(self, item.name)
-            if value is None and item.default is None:
-                continue
-            if kind is SettingKind.SIZE and isinstance(value, str):
-                object.__setattr__(self, item.name, parse_size(value))
-            if kind in (SettingKind.INT, SettingKind.SIZE):
-                low = item.metadata["low"] or 0
-                _check_number(item.name, getattr(self, item.name), low=low, high=item.metadata["high"])
-            elif not isinstance(value, str):
-                raise ConfigError(f"{flag_name(item.name)} is {value!r}: it must be text")
+        check_settings(self)
         if not self.model:
             raise ConfigError("no model is named: give a folder, a .gguf file, a Hub id or smollm2")
 
 
-_CHOICES: Final[Mapping[str, type[StrEnum]]] = {
-    "device": DeviceKind,
-    "dtype": DTypeChoice,
-    "kv_dtype": KVDTypeChoice,
-    "load_format": LoadFormat,
-    "cuda_graphs": CudaGraphs,
-}
+def check_settings(config: Any) -> None:
+    """Check every `setting` of a dataclass and bring it into its form: text of a size, name of a choice, list.
+
+    Raises:
+        ConfigError: a value is out of its range or of another type.
+    """
+    for item in dataclasses.fields(config):
+        kind, value = item.metadata.get("kind"), getattr(config, item.name)
+        if value is None and item.default is None:
+            continue
+        match kind:
+            case SettingKind.CHOICE:
+                choices: Any = type(item.default)
+                value = _choice(item.name, value, choices)
+            case SettingKind.SIZE | SettingKind.INT:
+                value = parse_size(value) if kind is SettingKind.SIZE and isinstance(value, str) else value
+                _check_number(item.name, value, low=item.metadata["low"] or 0, high=item.metadata["high"])
+            case SettingKind.NUMBER:
+                _check_real(item.name, value, low=item.metadata["low"] or 0, high=item.metadata["high"])
+            case SettingKind.SWITCH:
+                if not isinstance(value, bool):
+                    raise ConfigError(f"{flag_name(item.name)} is {value!r}: it must be true or false")
+            case _ if item.default == ():
+                value = _texts(item.name, value)
+            case _:
+                _check_text(item.name, value)
+        object.__setattr__(config, item.name, value)
+
+
+def _texts(name: str, values: object) -> tuple[str, ...]:
+    if not isinstance(values, list | tuple):
+        raise ConfigError(f"{flag_name(name)} is {values!r}: it must be a list of texts")
+    for value in values:
+        _check_text(name, value)
+    return tuple(values)
+
+
+def _check_text(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise ConfigError(f"{flag_name(name)} is {value!r}: it must be text")
+
+
+def _check_real(name: str, value: object, *, low: int, high: int) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{flag_name(name)} is {value!r}: it must be a number of at least {low}")
 
 
 def _choice(name: str, value: str, choices: type[StrEnum]) -> StrEnum:

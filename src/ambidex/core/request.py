@@ -20,6 +20,18 @@ MAX_COUNT = 2**31 - 1
 MAX_LOGIT_BIAS = 1024
 
 
+MAX_GUIDE_BYTES = 65536
+"""Of a JSON schema, regular expression or grammar, as UTF-8."""
+
+
+class GuideKind(StrEnum):
+    """What an answer may be held to; each is a field of `SamplingParams`."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"
+
+
 class FinishReason(StrEnum):
     """Why a request ended."""
 
@@ -45,7 +57,8 @@ class SamplingParams:
     (`presence`, `frequency`: subtracted from logits of tokens in the answer) and arXiv:1909.05858 (`repetition`:
     divides positive and multiplies negative logits of tokens in prompt and answer). `seed` None: derived from the
     engine's seed. `logprobs` None is off, n gives the chosen token's log-probability and the n most likely
-    alternatives, before penalties and temperature.
+    alternatives, before penalties and temperature. At most one of `json_schema` (JSON text), `regex` and `grammar` (in
+    the Lark form of llguidance) may be given: the answer then fits it, unless its length limit cuts it off.
 
     Raises:
         RequestError: a value is out of its range.
@@ -67,6 +80,14 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
+    json_schema: str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+    @property
+    def guide(self) -> tuple[GuideKind, str] | None:
+        """What the answer is held to, if to anything."""
+        return next(((kind, text) for kind in GuideKind if (text := getattr(self, kind)) is not None), None)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple("stop", self.stop, str))
@@ -97,9 +118,22 @@ class SamplingParams:
             raise RequestError("a stop string is empty: leave it out")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(f"logit_bias has {len(self.logit_bias)} entries: at most {MAX_LOGIT_BIAS}")
+        _check_guides({kind: getattr(self, kind) for kind in GuideKind})
         for token_id, bias in self.logit_bias:
             if not -100 <= bias <= 100:
                 raise RequestError(f"logit_bias of token {token_id} is {bias}: it must lie in [-100, 100]")
+
+
+def _check_guides(guides: Mapping[GuideKind, object]) -> None:
+    given = {kind: text for kind, text in guides.items() if text is not None}
+    if len(given) > 1:
+        raise RequestError(f"{' and '.join(given)} exclude each other: give one")
+    for kind, text in given.items():
+        if not isinstance(text, str) or not text:
+            raise RequestError(f"{kind} is {_show(text)}: it must be text")
+        size = len(text.encode(errors="surrogatepass"))
+        if size > MAX_GUIDE_BYTES:
+            raise RequestError(f"{kind} has {size} bytes: at most {MAX_GUIDE_BYTES}")
 
 
 _INT_OR_NONE: Final = ("max_output_tokens", "seed", "logprobs")
@@ -175,6 +209,8 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     """Token ids that end the answer (end-of-text ids unless ignored, and `stop_token_ids`)."""
     output_token_ids: list[int] = field(default_factory=list)
+    allowed_tokens: bytes | None = None
+    """Bit mask of the tokens that may come next (see `ScheduledRequest`); None: any."""
     num_computed_tokens: int = 0
     num_preemptions: int = 0
     status: RequestStatus = RequestStatus.WAITING

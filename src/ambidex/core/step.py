@@ -53,6 +53,8 @@ class ScheduledRequest:
     blocks: tuple[BlockRef, ...]
     is_sampled: bool
     """The last token's logits give the next token of the answer."""
+    allowed_tokens: bytes | None = None
+    """One bit for each token of the vocabulary, least significant first, in whole 32-bit words: 1 may be chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

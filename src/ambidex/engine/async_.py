@@ -8,46 +8,147 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import AmbidexError, CallerError, InternalError
 from ambidex.core.ids import RequestId
-from ambidex.core.request import SamplingParams
+from ambidex.core.request import Request, SamplingParams
 from ambidex.engine.build import build_engine
 from ambidex.engine.engine import Engine, Prompt
 from ambidex.engine.outputs import RequestOutput
+from ambidex.engine.pulse import Stage
+from ambidex.engine.report import EngineReport
+from ambidex.engine.status import EngineStatus
+from ambidex.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS: Final = 3
+"""A step that fails harms the requests in it; after so many with no token computed between, the machine is to blame."""
+
+Reply = RequestOutput | AmbidexError
+Put = Callable[[Reply], None]
 
 
 @dataclass(slots=True, eq=False)
 class _Reader:
-    """Where the replies of one request go: a queue that belongs to the caller's event loop."""
+    """Where the replies of one request go: `put` is called on the caller's event loop until the caller leaves."""
 
     loop: asyncio.AbstractEventLoop
-    replies: "asyncio.Queue[RequestOutput | AmbidexError]"
+    put: Put
     is_left: threading.Event
     request_id: RequestId | None = None  # set and read by the engine thread alone
 
-    def put(self, reply: RequestOutput | AmbidexError) -> None:
-        if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self.replies.put_nowait, reply)
-
 
 class AsyncLLM:
-    """The asynchronous form of `LLM`; the same arguments and errors. Safe to use from several tasks at once."""
+    """The asynchronous form of `LLM`; the same arguments and errors. Safe to use from several tasks at once.
+
+    Args:
+        model: a folder, a `.gguf` file, a Hub id, `smollm2`, a whole `EngineConfig`, or an engine that is built.
+    """
 
     def __init__(
-        self, model: str | EngineConfig, *, progress: Callable[[int, int], None] | None = None, **settings: Any
+        self,
+        model: str | EngineConfig | Engine,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        **settings: Any,
     ) -> None:
-        config = EngineConfig.of(model, settings)
-        self._engine: Engine = build_engine(config, progress=progress)
+        if not isinstance(model, Engine):
+            model = build_engine(EngineConfig.of(model, settings), progress=progress)
+        self._engine: Engine = model
+        self._stats = self._engine.stats.copy()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._readers: dict[RequestId, _Reader] = {}
+        self._num_failed_steps = 0  # since tokens were last computed
         self._fatal: AmbidexError | None = None
         self._thread = threading.Thread(target=self._run, name="ambidex-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def report(self) -> EngineReport:
+        """What the settings became on this machine."""
+        return self._engine.report
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._engine.tokenizer
+
+    @property
+    def max_context_len(self) -> int:
+        """Tokens of prompt and answer together, at most."""
+        return self._engine.max_context_len
+
+    @property
+    def chat_template_source(self) -> str | None:
+        """Text of the chat template that is used; None: there is none."""
+        return self._engine.chat_template.source
+
+    @property
+    def fault(self) -> AmbidexError | None:
+        """Why the engine takes no requests any more; None while it does."""
+        return self._fatal
+
+    def status(self) -> EngineStatus:
+        """Counters and queue as of the last step, and where the engine's thread is now."""
+        scheduler, pulse = self._engine.core.scheduler, self._engine.core.pulse
+        return EngineStatus(
+            stats=self._stats,
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            capacity_bytes=self._engine.kv_capacity,
+            weights_bytes=self._engine.weights_bytes,
+            beat=pulse.now,
+            last_token_s=pulse.last_token_s,
+        )
+
+    async def probe(self) -> None:
+        """Return when the engine's thread has taken in a message: at once if it is idle, else after the step.
+
+        Raises:
+            InternalError: the engine has ended.
+        """
+        loop, answer = asyncio.get_running_loop(), asyncio.Event()
+        self._inbox.put(lambda: _call(loop, answer.set))
+        if self._fatal is not None:
+            raise self._fatal
+        await answer.wait()
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation, ready for the model's answer.
+
+        Raises:
+            RequestError: there is no chat template, or the messages or tools do not fit it.
+        """
+        return self._engine.render_chat(messages, tools)
+
+    def make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """Check a prompt and its parameters; nothing runs yet. Any thread may call it.
+
+        Raises:
+            RequestError, ContextLengthError: what is wrong with them.
+        """
+        return self._engine.make_request(prompt, params)
+
+    def submit(self, request: Request, put: Put) -> Callable[[], None]:
+        """Queue a checked request.
+
+        Args:
+            put: called on the running event loop with every output and, if the engine cannot go on, with the error.
+        Returns:
+            A function that ends the request and the calls of `put`; to be called when the caller reads no more.
+        Raises:
+            InternalError: the engine has ended.
+        """
+        return self._open(lambda: self._engine.submit(request), put)
+
+    def num_computed_tokens(self, request_id: RequestId) -> int:
+        """Tokens of a live request that are computed so far; 0 for one that is not known."""
+        return self._engine.num_computed_tokens(request_id)
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
         """Answer one prompt, piece by piece. Leaving the loop, or cancelling the task, ends the request.
@@ -60,7 +161,7 @@ class AsyncLLM:
             yield output
 
     async def chat(
-        self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
     ) -> AsyncIterator[RequestOutput]:
         """Answer a conversation, piece by piece."""
         own = params or SamplingParams()
@@ -85,14 +186,12 @@ class AsyncLLM:
         await self.close()
 
     async def _ask(self, add: Callable[[], RequestId]) -> AsyncIterator[RequestOutput]:
-        reader = _Reader(asyncio.get_running_loop(), asyncio.Queue(), threading.Event())
-        self._inbox.put(lambda: self._add(add, reader))
-        if self._fatal is not None:  # looked at after the put: see `_end`
-            raise self._fatal
+        replies: asyncio.Queue[Reply] = asyncio.Queue()
+        leave = self._open(add, replies.put_nowait)
         is_finished = False
         try:
             while not is_finished:
-                reply = await reader.replies.get()
+                reply = await replies.get()
                 if isinstance(reply, AmbidexError):
                     is_finished = True
                     raise reply
@@ -100,22 +199,34 @@ class AsyncLLM:
                 yield reply
         finally:
             if not is_finished:
-                reader.is_left.set()
-                self._inbox.put(lambda: self._leave(reader))
+                leave()
+
+    def _open(self, add: Callable[[], RequestId], put: Put) -> Callable[[], None]:
+        reader = _Reader(asyncio.get_running_loop(), put, threading.Event())
+        self._inbox.put(lambda: self._add(add, reader))
+        if self._fatal is not None:  # looked at after the put: see `_end`
+            raise self._fatal
+
+        def leave() -> None:
+            reader.is_left.set()
+            self._inbox.put(lambda: self._leave(reader))
+
+        return leave
 
     def _add(self, add: Callable[[], RequestId], reader: _Reader) -> None:
         """Queue a request; whatever is wrong with it is its own caller's affair."""
         if self._fatal is not None:
-            reader.put(self._fatal)
+            _hand_out([(reader, self._fatal)])
         if reader.is_left.is_set() or self._fatal is not None:
             return
         try:
             reader.request_id = add()
         except CallerError as error:
-            reader.put(error)
+            _hand_out([(reader, error)])
         except Exception as error:  # one request never ends the others
             logger.exception("a request could not be queued")
-            reader.put(InternalError(f"the request could not be queued: {type(error).__name__}: {error}"))
+            reason = InternalError(f"the request could not be queued: {type(error).__name__}: {error}")
+            _hand_out([(reader, reason)])
         else:
             self._readers[reader.request_id] = reader
 
@@ -123,7 +234,7 @@ class AsyncLLM:
         output = self._engine.abort(request_id)
         reader = self._readers.pop(request_id, None)
         if reader is not None and output is not None:
-            reader.put(output)
+            _hand_out([(reader, output)])
 
     def _leave(self, reader: _Reader) -> None:
         """The caller reads no more."""
@@ -135,12 +246,7 @@ class AsyncLLM:
         """The engine thread: take in messages, step while there is work, hand out outputs."""
         try:
             while self._take_messages():
-                for output in self._engine.step():
-                    reader = self._readers.get(output.request_id)
-                    if reader is not None:
-                        reader.put(output)
-                    if output.is_finished:
-                        self._readers.pop(output.request_id, None)
+                self._deliver(self._step())
             self._engine.abort_all()
             self._end(InternalError("the engine was closed"))
         except BaseException as error:
@@ -148,15 +254,49 @@ class AsyncLLM:
             logger.exception("the engine thread failed")
             self._end(InternalError(f"the engine failed: {error}"))
 
+    def _step(self) -> list[RequestOutput]:
+        """One step; one that fails has closed its books, and the next tells its requests."""
+        stats = self._engine.core.stats
+        num_computed = stats.num_computed_tokens
+        try:
+            outputs = self._engine.step()
+        except Exception:
+            self._num_failed_steps += 1
+            if self._num_failed_steps == MAX_FAILED_STEPS:
+                raise
+            logger.exception("a step failed: its requests end with an error, the others go on")
+            return []
+        if stats.num_computed_tokens > num_computed:
+            self._num_failed_steps = 0
+        return outputs
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        self._engine.core.pulse.enter(Stage.DELIVER)
+        replies: list[tuple[_Reader, Reply]] = []
+        for output in outputs:
+            reader = self._readers.get(output.request_id)
+            if reader is not None:
+                replies.append((reader, output))
+            if output.is_finished:
+                self._readers.pop(output.request_id, None)
+        self._stats = self._engine.stats.copy()
+        _hand_out(replies)
+
     def _take_messages(self) -> bool:
         """Carry out what the inbox holds; waits while the engine is idle. False: close."""
+        pulse = self._engine.core.pulse
         while True:
+            is_idle = not self._engine.has_work
+            if is_idle:
+                self._stats = self._engine.stats.copy()
+                pulse.enter(Stage.IDLE)
             try:
-                message = self._inbox.get(block=not self._engine.has_work)
+                message = self._inbox.get(block=is_idle)
             except queue.Empty:
                 return True
             if message is None:
                 return False
+            pulse.enter(Stage.MESSAGES)
             message()
 
     def _end(self, error: AmbidexError) -> None:
@@ -167,6 +307,26 @@ class AsyncLLM:
                 message = self._inbox.get_nowait()
                 if message is not None:
                     message()
-        for reader in self._readers.values():
-            reader.put(error)
+        _hand_out([(reader, error) for reader in self._readers.values()])
         self._readers.clear()
+        self._stats = self._engine.stats.copy()
+
+
+def _hand_out(replies: Sequence[tuple[_Reader, Reply]]) -> None:
+    """Carry replies to their event loops, waking each loop once."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Reader, Reply]]] = {}
+    for reader, reply in replies:
+        by_loop.setdefault(reader.loop, []).append((reader, reply))
+    for loop, own in by_loop.items():
+        _call(loop, _put_all, own)
+
+
+def _put_all(replies: Sequence[tuple[_Reader, Reply]]) -> None:
+    for reader, reply in replies:
+        if not reader.is_left.is_set():
+            reader.put(reply)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody listens
+        loop.call_soon_threadsafe(function, *args)

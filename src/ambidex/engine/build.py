@@ -44,6 +44,7 @@ from ambidex.storage.copy import CopyBlock, CopyEngine, copy_block
 from ambidex.storage.kv_pool import KVPool, RowKVPool
 from ambidex.storage.tiled_pool import TiledKVPool
 from ambidex.text.chat import ChatTemplate
+from ambidex.text.guided import GuideCompiler
 from ambidex.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ def build_engine(
     """
     choices = _choose(config, decode_form)
     tokenizer = load_tokenizer(choices.source)
+    eos_ids = _eos_ids(choices.spec, tokenizer)
     torch.set_num_threads(choices.num_threads)
     model = _load_model(config, choices, progress)
     pools = _make_pools(choices)
@@ -127,11 +129,17 @@ def build_engine(
         chat_template=_chat_template(config, tokenizer),
         max_context_len=choices.memory.max_context_len,
         vocab_size=choices.spec.vocab_size,
-        eos_ids=_eos_ids(choices.spec, tokenizer),
+        eos_ids=eos_ids,
+        guides=GuideCompiler(tokenizer, vocab_size=choices.spec.vocab_size, eos_ids=eos_ids),
         report=_report(config, choices, pools, stream=(stream_share, stream_why)),
         kv_bytes=lambda: {
             tier: (usage.used + usage.in_flight) * choices.kv.specs[tier].bytes_per_block
             for tier, usage in kv_manager.usage().items()
+        },
+        kv_capacity={tier: pool.num_bytes for tier, pool in pools.items()},
+        weights_bytes={
+            tier: sum(entry.num_bytes for entry in choices.memory.ledger.entries(tier) if entry.owner == "weights")
+            for tier in pools
         },
     )
 

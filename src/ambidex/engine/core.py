@@ -6,6 +6,7 @@ from ambidex.core.ids import RequestId
 from ambidex.core.request import Request
 from ambidex.core.step import SampledToken, StepPlan, StepResult
 from ambidex.engine.executor import Executor
+from ambidex.engine.pulse import Pulse, Stage
 from ambidex.engine.stats import EngineStats
 from ambidex.sched.scheduler import Scheduler
 
@@ -16,19 +17,25 @@ class EngineCore:
     def __init__(self, *, scheduler: Scheduler, executor: Executor) -> None:
         self.scheduler = scheduler
         self.stats = EngineStats()
+        self.pulse = Pulse()
         self.executor = executor
 
     def step(self) -> tuple[list[Request], Mapping[RequestId, SampledToken]]:
         """Run one step; returns the requests that got a token or ended, and the tokens."""
+        self.pulse.enter(Stage.SCHEDULE)
         plan = self.scheduler.schedule()
+        self.pulse.enter(Stage.EXECUTE)
         try:
             result = self.executor.execute(plan)
         except BaseException as error:  # Ctrl-C, too: the books are closed before it goes on
             self.scheduler.update(plan, _failed(plan, error))
             raise
+        self.pulse.enter(Stage.UPDATE)
         changed = self.scheduler.update(plan, result)
         self.stats.record(plan, result)
         self.stats.num_preemptions = self.scheduler.num_preemptions
+        if result.tokens:
+            self.pulse.note_token()
         return changed, result.tokens
 
 

@@ -3,15 +3,18 @@
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from ambidex.core.errors import ContextLengthError, InternalError, RequestError
 from ambidex.core.ids import RequestId, Tier
 from ambidex.core.request import FinishReason, Request, SamplingParams
+from ambidex.core.step import SampledToken
 from ambidex.engine.core import EngineCore
 from ambidex.engine.outputs import AnswerText, RequestOutput
 from ambidex.engine.report import EngineReport
 from ambidex.engine.stats import EngineStats
 from ambidex.text.chat import ChatTemplate
+from ambidex.text.guided import GuideCompiler
 from ambidex.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -23,6 +26,7 @@ class Engine:
     Args:
         max_context_len: tokens of prompt and answer together, at most.
         kv_bytes: bytes that requests hold on each tier now.
+        kv_capacity, weights_bytes: bytes of the KV pools and of the parameters on each tier.
     """
 
     def __init__(
@@ -36,17 +40,23 @@ class Engine:
         eos_ids: frozenset[int],
         report: EngineReport,
         kv_bytes: Callable[[], dict[Tier, int]],
+        guides: GuideCompiler,
+        kv_capacity: dict[Tier, int],
+        weights_bytes: dict[Tier, int],
     ) -> None:
         self.core = core
         self.tokenizer = tokenizer
         self.report = report
         self.max_context_len = max_context_len
+        self._guides = guides
+        self.kv_capacity = kv_capacity
+        self.weights_bytes = weights_bytes
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._kv_bytes = kv_bytes
         self._live: dict[RequestId, tuple[Request, AnswerText]] = {}
         self._numbers = itertools.count()
-        self._chat_template = chat_template
+        self.chat_template = chat_template
 
     @property
     def stats(self) -> EngineStats:
@@ -59,13 +69,15 @@ class Engine:
         """A step would do something."""
         return self.core.scheduler.has_work
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
         """Token ids of a conversation, ready for the model's answer.
 
         Raises:
-            RequestError: the model has no template, or the messages do not fit it.
+            RequestError: the model has no template, or the messages or tools do not fit it.
         """
-        return self.tokenizer.encode(self._chat_template.render(messages), add_special=False)
+        return self.tokenizer.encode(self.chat_template.render(messages, tools=tools), add_special=False)
 
     def make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """Check a prompt and its parameters; nothing runs yet.
@@ -86,6 +98,7 @@ class Engine:
         max_total = self.max_context_len
         if params.max_output_tokens is not None:
             max_total = min(max_total, len(token_ids) + params.max_output_tokens)
+        self._guides.check(params)
         eos_ids: frozenset[int] = frozenset() if params.ignore_eos else self._eos_ids
         return Request(
             request_id=RequestId(f"req-{next(self._numbers)}"),
@@ -97,7 +110,10 @@ class Engine:
 
     def submit(self, request: Request) -> RequestId:
         """Queue a checked request."""
-        self._live[request.request_id] = (request, AnswerText(self.tokenizer, request.params))
+        guide = self._guides.open(request.params)
+        if guide is not None:
+            request.allowed_tokens = guide.mask()
+        self._live[request.request_id] = (request, AnswerText(self.tokenizer, request.params, guide))
         self.core.scheduler.add(request)
         return request.request_id
 
@@ -114,7 +130,9 @@ class Engine:
             if request.request_id not in self._live:
                 raise InternalError(f"a step changed request {request.request_id}, which the engine does not know")
             _, answer = self._live[request.request_id]
-            output = answer.advance(request, tokens.get(request.request_id))
+            sampled = tokens.get(request.request_id)
+            self._follow_guide(request, answer, sampled)
+            output = answer.advance(request, sampled)
             if answer.is_stopped and request.finish_reason is None:
                 self.core.scheduler.finish(request.request_id, FinishReason.STOP)
             if output.is_finished:
@@ -131,6 +149,11 @@ class Engine:
         self.core.scheduler.abort(request_id)
         return answer.advance(request, None)
 
+    def num_computed_tokens(self, request_id: RequestId) -> int:
+        """Tokens of a live request that are computed so far; 0 for one that is not known. Any thread may call it."""
+        live = self._live.get(request_id)
+        return live[0].num_computed_tokens if live is not None else 0
+
     def snapshot(self, request_id: RequestId) -> RequestOutput:
         """The answer of a request that has not ended, as it stands."""
         request, answer = self._live[request_id]
@@ -142,6 +165,16 @@ class Engine:
             self.abort(request_id)
         while self.has_work:
             self.core.step()
+
+    def _follow_guide(self, request: Request, answer: AnswerText, sampled: SampledToken | None) -> None:
+        """Say which tokens may come next; an answer that cannot be held to its grammar fails."""
+        if answer.guide is None or sampled is None or request.finish_reason is not None:
+            return
+        try:
+            answer.guide.accept(sampled.token_id)
+            request.allowed_tokens = answer.guide.mask()
+        except RequestError as error:
+            self.core.scheduler.finish(request.request_id, FinishReason.ERROR, str(error))
 
     def _check_ids(self, name: str, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:

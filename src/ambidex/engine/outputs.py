@@ -6,6 +6,7 @@ from ambidex.core.ids import RequestId
 from ambidex.core.request import FinishReason, Request, SamplingParams
 from ambidex.core.step import SampledToken
 from ambidex.text.detokenize import Detokenizer
+from ambidex.text.guided import Guide
 from ambidex.text.tokenizer import Tokenizer
 
 
@@ -33,9 +34,10 @@ class RequestOutput:
 
 
 class AnswerText:
-    """Grows the text of one answer as its tokens come."""
+    """Grows the text of one answer as its tokens come; `guide` is the grammar that it is held to."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, guide: Guide | None = None) -> None:
+        self.guide = guide
         self._detokenizer = Detokenizer(tokenizer, params.stop, include_stop=params.include_stop)
         self._params = params
         self._text = ""

@@ -1,7 +1,7 @@
 """Counters of an engine; every unit is in the name or the docstring."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.step import StepPlan, StepResult
@@ -49,3 +49,13 @@ class EngineStats:
         self.kv_bytes = kv_bytes
         for tier, size in kv_bytes.items():
             self.peak_kv_bytes[tier] = max(size, self.peak_kv_bytes.get(tier, 0))
+
+    def copy(self) -> "EngineStats":
+        """The counters as they stand, for a reader in another thread."""
+        return replace(
+            self,
+            kv_bytes=dict(self.kv_bytes),
+            peak_kv_bytes=dict(self.peak_kv_bytes),
+            lane_bytes=Counter(self.lane_bytes),
+            seconds=dict(self.seconds),
+        )

@@ -18,6 +18,8 @@ class InputBatch:
     positions: Tensor  # [T] int64
     sampled_rows: Tensor  # [B] int64: the last token of each request that is sampled
     sampled_ids: tuple[RequestId, ...]
+    allowed_tokens: tuple[bytes | None, ...] = ()
+    """Bit mask of the tokens that each of `sampled_ids` may be given; None: any."""
 
     @classmethod
     def of(cls, requests: Sequence[ScheduledRequest], device: torch.device) -> "InputBatch":
@@ -39,4 +41,5 @@ class InputBatch:
             positions=to_device(positions),
             sampled_rows=to_device(rows),
             sampled_ids=tuple(request.request_id for request in requests if request.is_sampled),
+            allowed_tokens=tuple(request.allowed_tokens for request in requests if request.is_sampled),
         )

@@ -132,7 +132,7 @@ class ModelRunner:
             return _Computed(lane_bytes=self._attention.lane_bytes)
         logits = self._model.logits(hidden[batch.sampled_rows])  # [B, V] fp32
         clock.lap("forward")
-        tokens, failures = self._sampler.sample(logits, batch.sampled_ids)
+        tokens, failures = self._sampler.sample(logits, batch.sampled_ids, batch.allowed_tokens)
         clock.lap("sample")
         return _Computed(tokens=tokens, failures=failures, lane_bytes=self._attention.lane_bytes)
 
@@ -147,7 +147,8 @@ class ModelRunner:
             tokens, failures = self._sampler.keep(ids, [chosen[row] for row in rows])
         elif rows:
             is_whole = len(rows) == len(plan.requests)
-            tokens, failures = self._sampler.sample(output.logits if is_whole else output.logits[rows], ids)
+            allowed = [plan.requests[row].allowed_tokens for row in rows]
+            tokens, failures = self._sampler.sample(output.logits if is_whole else output.logits[rows], ids, allowed)
         clock.lap("sample")
         return _Computed(tokens=tokens, failures=failures, lane_bytes=output.lane_bytes, is_replayed=output.is_replayed)
 

@@ -62,12 +62,13 @@ class Sampler:
         self._states.pop(request_id, None)
 
     def sample(
-        self, logits: Tensor, request_ids: Sequence[RequestId]
+        self, logits: Tensor, request_ids: Sequence[RequestId], allowed_tokens: Sequence[bytes | None] = ()
     ) -> tuple[dict[RequestId, SampledToken], dict[RequestId, str]]:
         """Choose a token for each request.
 
         Args:
             logits: [B, V] fp32; row i belongs to `request_ids[i]`. Overwritten.
+            allowed_tokens: bit mask of the tokens that each may be given (`ScheduledRequest`), None or no entry: any.
         Returns:
             The chosen tokens, and the requests whose logits are not finite, with the reason.
         Cost: waits for the device.
@@ -78,6 +79,7 @@ class Sampler:
         raw_logprobs = torch.log_softmax(logits, dim=-1) if wants_logprobs else None
         for row, state in zip(logits, states, strict=True):
             _adjust(row, state)
+        self._forbid(logits, allowed_tokens)
         is_possible = logits.amax(dim=-1) > -torch.inf  # [B]
         chosen = self._choose(logits, states)  # [B]
         tokens: dict[RequestId, SampledToken] = {}
@@ -90,13 +92,26 @@ class Sampler:
                 failures[request_id] = _not_finite(state)
                 continue
             if not is_row_possible:
-                failures[request_id] = "every token is forbidden: min_output_tokens shuts out all that are left"
+                failures[request_id] = (
+                    "every token is forbidden: the grammar and min_output_tokens shut out all that are left"
+                )
                 continue
             state.num_output_tokens += 1
             if state.output_counts is not None:
                 state.output_counts[token_id] += 1
             tokens[request_id] = _with_logprobs(token_id, state.params, raw_logprobs, row_idx)
         return tokens, failures
+
+    def _forbid(self, logits: Tensor, allowed_tokens: Sequence[bytes | None]) -> None:
+        """Shut out the tokens that a mask does not allow, in place."""
+        rows = [idx for idx, mask in enumerate(allowed_tokens) if mask is not None]
+        if not rows:
+            return
+        masks = bytearray(b"".join(mask for mask in allowed_tokens if mask is not None))
+        words = torch.frombuffer(masks, dtype=torch.int32).reshape(len(rows), -1).to(self._device)  # [R, W]
+        bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=self._device)) & 1  # [R, W, 32]
+        is_forbidden = bits.flatten(1)[:, : self._vocab_size] == 0  # [R, V]
+        logits[rows] = logits[rows].masked_fill(is_forbidden, -torch.inf)
 
     def takes_likeliest(self, request_ids: Sequence[RequestId]) -> bool:
         """Whether `sample` would give each of the requests its likeliest token and nothing besides."""
@@ -138,6 +153,7 @@ def _is_plain(state: SamplingState) -> bool:
     return (
         params.temperature == 0
         and params.logprobs is None
+        and params.guide is None
         and not params.logit_bias
         and state.output_counts is None
         and (state.num_output_tokens >= params.min_output_tokens or not state.stop_ids.numel())

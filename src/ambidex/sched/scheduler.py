@@ -208,6 +208,7 @@ class Scheduler:
 
     def _draft_chunk(self, entry: Entry, num_tokens: int, draft: _Draft) -> None:
         request, start = entry.request, entry.request.num_computed_tokens
+        is_sampled = num_tokens == request.num_tokens
         draft.budget.take(num_tokens - start)
         draft.entries[entry.request_id] = entry
         draft.chunks.append(
@@ -216,7 +217,8 @@ class Scheduler:
                 token_ids=request.token_ids(start, num_tokens),
                 start=start,
                 blocks=self._kv.table(_lease(entry), num_tokens),
-                is_sampled=num_tokens == request.num_tokens,
+                is_sampled=is_sampled,
+                allowed_tokens=request.allowed_tokens if is_sampled else None,
             )
         )
 

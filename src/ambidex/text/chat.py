@@ -1,7 +1,7 @@
 """Chat messages to a prompt, through the model's own Jinja template, in a sandbox.
 
 The names that a template may use are those of transformers: `messages`, `add_generation_prompt`, `bos_token`,
-`eos_token`, `tools` and `documents` (both none), `raise_exception`, `strftime_now`, the filter `tojson`, the loop
+`eos_token`, `tools`, `documents` (none), `raise_exception`, `strftime_now`, the filter `tojson`, the loop
 controls, and the tag `generation`, which marks the model's turns and prints what it holds.
 
 A template comes from a file that nobody has read: it is compiled only when it is first needed, nothing of it runs
@@ -14,7 +14,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, Final, NoReturn
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes, pass_context
+from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes, pass_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ambidex.core.errors import RequestError
 from ambidex.core.units import MIB
 
-_MESSAGE_KEYS: Final = ("role", "content")
+_MESSAGE_KEYS: Final = ("role", "content", "name", "tool_calls", "tool_call_id")
 _MAX_GROWTH: Final = 64
 _MAX_EXTRA: Final = MIB
 """A prompt has at most `_MAX_GROWTH` times the characters of its messages, and `_MAX_EXTRA` more.
@@ -41,7 +41,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str | None, bos: str | None, eos: str | None) -> None:
-        self._source = source
+        self.source = source
         tokens = {"bos_token": bos, "eos_token": eos}
         self._tokens = {name: token for name, token in tokens.items() if token is not None}
 
@@ -53,13 +53,31 @@ class ChatTemplate:
         """
         _ = self._template
 
-    def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Names that the template reads: with `tools` among them it can tell the model of tools.
+
+        Raises:
+            RequestError: as `check`.
+        """
+        self.check()
+        return frozenset(meta.find_undeclared_variables(_environment().parse(self.source or "")))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """The prompt for these messages.
 
         It holds the special tokens as text: encode it with `add_special=False`.
 
         Args:
-            messages: `{"role": …, "content": …}` each, both strings.
+            messages: `{"role": …, "content": …}` each, both strings. `content` may be None beside `tool_calls`, a list
+                of `{"type": "function", "function": {"name": …, "arguments": {…}}}`; `name` and `tool_call_id` are
+                strings.
+            tools: `{"type": "function", "function": {"name": …, "description": …, "parameters": {…}}}` each.
             add_generation_prompt: end with the beginning of the model's turn.
 
         Raises:
@@ -68,10 +86,14 @@ class ChatTemplate:
         """
         self.check()
         _check_messages(messages)
-        limit = _MAX_GROWTH * sum(len(message["content"]) for message in messages) + _MAX_EXTRA
+        if tools and "tools" not in self.names:
+            raise RequestError("the model's chat template has no place for tools: leave them out, or choose a model "
+                               "that was trained with tools")  # fmt: skip
+        num_given = sum(_num_chars(message) for message in (*messages, *(tools or ())))
+        limit = _MAX_GROWTH * num_given + _MAX_EXTRA
         parts: list[str] = []
         num_chars = 0
-        for part in self._render_parts(messages, add_generation_prompt):
+        for part in self._render_parts(messages, add_generation_prompt, tools):
             parts.append(part)
             if (num_chars := num_chars + len(part)) > limit:
                 raise RequestError(f"the chat template makes more than {limit} characters of these messages: refused")
@@ -79,23 +101,28 @@ class ChatTemplate:
 
     @cached_property
     def _template(self) -> Template:
-        if self._source is None:
+        if self.source is None:
             raise RequestError(
                 "the model has no chat template: use `generate` with a plain prompt, or give --chat-template FILE"
             )
         try:
-            return _environment().from_string(self._source)
+            return _environment().from_string(self.source)
         except TemplateSyntaxError as error:
             raise RequestError(f"the chat template is not valid in line {error.lineno}: {error.message}") from error
         except Exception as error:  # the compilers, Jinja's and Python's, have limits of many kinds
             raise RequestError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from error
 
-    def _render_parts(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> Iterator[str]:
+    def _render_parts(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> Iterator[str]:
         try:
             yield from self._template.generate(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
+                tools=[dict(tool) for tool in tools] if tools else None,
                 documents=None,
                 **self._tokens,
             )
@@ -176,7 +203,19 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
+def _num_chars(value: object) -> int:
+    """Characters of all texts inside."""
+    match value:
+        case str():
+            return len(value)
+        case Mapping():
+            return sum(_num_chars(key) + _num_chars(item) for key, item in value.items())
+        case list() | tuple():
+            return sum(map(_num_chars, value))
+    return 0
+
+
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
     if not isinstance(messages, list | tuple):
         raise RequestError(f"messages is {type(messages).__name__}: it must be a list")
     if not messages:
@@ -185,7 +224,12 @@ def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
         if not isinstance(message, Mapping):
             raise RequestError(f"message {idx} is {type(message).__name__}: it must have a role and a content")
         if unknown := [key for key in message if key not in _MESSAGE_KEYS]:
-            raise RequestError(f"message {idx} has {unknown[0]!r:.60}: only role and content are known")
+            raise RequestError(f"message {idx} has {unknown[0]!r:.60}: known are {', '.join(_MESSAGE_KEYS)}")
+        calls = message.get("tool_calls")
+        if calls is not None and not (isinstance(calls, list | tuple) and all(isinstance(c, Mapping) for c in calls)):
+            raise RequestError(f"message {idx}: tool_calls must be a list of objects, got {calls!r:.60}")
         for key in _MESSAGE_KEYS:
-            if not isinstance(message.get(key), str):
+            is_needed = key == "role" or (key == "content" and not calls)
+            is_optional = key != "tool_calls" and not is_needed and message.get(key) is None
+            if key != "tool_calls" and not is_optional and not isinstance(message.get(key), str):
                 raise RequestError(f"message {idx}: {key} must be a string, got {message.get(key)!r:.60}")

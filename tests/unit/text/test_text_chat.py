@@ -154,7 +154,7 @@ def test_render_error_in_template_is_refused_with_its_message(source: str, messa
 
 def test_render_of_endless_text_is_refused() -> None:
     source = "{% for i in range(90000) %}{{ 'x' * 100 }}{% endfor %}"
-    with pytest.raises(RequestError, match="makes more than 1048896 characters"):
+    with pytest.raises(RequestError, match="makes more than 1049856 characters"):
         _render(source)
 
 
@@ -167,7 +167,9 @@ def test_render_of_endless_text_is_refused() -> None:
         ([*_HELLO, {"role": "user"}], "message 1: content must be a string, got None"),
         ([{"content": "x"}], "message 0: role must be a string, got None"),
         ([{"role": "user", "content": [{"type": "text"}]}], "message 0: content must be a string, got [{"),
-        ([{"role": "user", "content": "x", "name": "me"}], "message 0 has 'name': only role and content are known"),
+        ([{"role": "user", "content": "x", "age": "me"}], "message 0 has 'age': known are role, content, name"),
+        ([{"role": "user", "content": "x", "name": 5}], "message 0: name must be a string, got 5"),
+        ([{"role": "a", "content": None, "tool_calls": "x"}], "message 0: tool_calls must be a list of objects"),
     ],
 )
 def test_render_malformed_messages_are_refused(messages: object, message: str) -> None:

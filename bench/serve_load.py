@@ -1,0 +1,185 @@
+"""Many streaming clients at one server: are answers those of a solo run, is memory flat, how late do tokens come, and
+what does the server itself cost for each token?
+
+    .venv/bin/python bench/serve_load.py --clients 64 --seconds 600 -- smollm2 --kv-gpu-tokens 1600 --dram-memory 150MB
+
+What follows `--` goes to `ambidex serve`. Each prompt is first asked alone; then the clients ask them again and again.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+from harness import Quantiles, append_record, environment
+
+TEXT = " ".join(" ".join(topics[name] for name in sorted(topics)).split())
+
+
+@dataclass(slots=True)
+class Figures:
+    """What the clients saw; seconds."""
+
+    first_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+    num_answers: int = 0
+    num_tokens: int = 0
+    wrong: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def serving(args: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """A server in a process of its own; its pid and port."""
+    command = [sys.executable, "-c", "from ambidex.cli.main import run; run()", "serve", *args, "--port", "0"]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stderr=log, text=True)
+        try:
+            match = None
+            while match is None and process.poll() is None:
+                time.sleep(0.2)
+                log.seek(0)
+                match = re.search(r"http://[^:]+:(\d+)", log.read())
+            if match is None:
+                raise SystemExit("the server did not start")
+            yield process.pid, int(match[1])
+        finally:
+            process.terminate()
+            code = process.wait(timeout=90)
+            log.seek(0)
+            print(f"exit code {code}; end of its log:", *log.readlines()[-3:], sep="\n", file=sys.stderr)
+
+
+async def ask(port: int, body: dict[str, Any]) -> tuple[str, list[float], str | None]:
+    """Text of one streamed answer, the times at which its pieces came, and the error, if any."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
+    data = json.dumps({**body, "stream": True, "temperature": 0}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+    writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    text, times, error = "", [time.perf_counter()], "the stream ended early"
+    try:
+        status = await reader.readline()
+        async for line in reader:
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                if "error" in event:
+                    return text, times, event["error"]["message"]
+                text += event["choices"][0]["text"]
+                times.append(time.perf_counter())
+            elif line.startswith(b"data: [DONE]"):
+                error = ""
+            elif line.startswith(b'{"error"'):
+                error = line.decode()
+        return text, times, f"{status.decode().strip()}: {error}" if error else None
+    finally:
+        writer.close()
+
+
+async def client(
+    port: int, asks: list[dict[str, Any]], wanted: list[str], *, end_s: float, seed: int, to: Figures
+) -> None:
+    """Ask until the time is over."""
+    rng = random.Random(seed)
+    while time.perf_counter() < end_s:
+        idx = rng.randrange(len(asks))
+        text, times, error = await ask(port, asks[idx])
+        to.num_answers += 1
+        if error is not None:
+            to.errors.append(error)
+        elif text != wanted[idx]:
+            to.wrong.append(f"prompt {idx}: {text!r} is not {wanted[idx]!r}")
+        if len(times) > 1:
+            to.first_s.append(times[1] - times[0])
+            to.gaps_s += [after - before for before, after in itertools.pairwise(times[1:])]
+            to.num_tokens += len(times) - 1
+
+
+async def watch(pid: int, sizes: list[int]) -> None:
+    """Note the server's resident bytes each second."""
+    while True:
+        sizes.append(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+        await asyncio.sleep(1)
+
+
+def loop_cpu_s(pid: int) -> float:
+    """CPU seconds of the process' first thread, which runs the server's event loop."""
+    fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(args: argparse.Namespace, pid: int, port: int) -> dict[str, Any]:
+    """The whole run."""
+    rng = random.Random(1)
+    asks = []
+    for _ in range(args.prompts):
+        start, length = rng.randrange(len(TEXT) - 10_000), rng.randint(*args.prompt_chars)
+        asks.append({"prompt": TEXT[start : start + length], "max_tokens": args.tokens, "ignore_eos": True})
+    while (await ask(port, {"prompt": "x", "max_tokens": 1}))[2] is not None:
+        await asyncio.sleep(0.5)
+    wanted = [(await ask(port, body))[0] for body in asks]
+    figures = Figures()
+    sizes: list[int] = []
+    watcher = asyncio.create_task(watch(pid, sizes))
+    before_s, begun_s = loop_cpu_s(pid), time.perf_counter()
+    end_s = begun_s + args.seconds
+    await asyncio.gather(
+        *(client(port, asks, wanted, end_s=end_s, seed=seed, to=figures) for seed in range(args.clients))
+    )
+    seconds, cpu_s = time.perf_counter() - begun_s, loop_cpu_s(pid) - before_s
+    watcher.cancel()
+    tenth = max(1, len(sizes) // 10)
+    early, late = statistics.median(sizes[tenth : 3 * tenth]), statistics.median(sizes[-2 * tenth :])
+    gaps = sorted(figures.gaps_s)
+    return {
+        "clients": args.clients,
+        "seconds": round(seconds, 1),
+        "serve": args.serve,
+        "answers": figures.num_answers,
+        "tokens": figures.num_tokens,
+        "tokens_per_s": round(figures.num_tokens / seconds, 2),
+        "errors": len(figures.errors),
+        "wrong_answers": len(figures.wrong),
+        "examples": (figures.errors + figures.wrong)[:3],
+        "first_token_s": Quantiles.of(figures.first_s).record(),
+        "between_tokens_s": Quantiles.of(gaps).record(),
+        "between_tokens_p99_s": round(gaps[int(0.99 * (len(gaps) - 1))], 4),
+        "loop_cpu_s_per_token": cpu_s / max(1, figures.num_tokens),
+        "resident_bytes_early": early,
+        "resident_bytes_late": late,
+        "resident_drift": round(late / early - 1, 4),
+    }
+
+
+def main() -> None:
+    """Run and keep the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--prompts", type=int, default=16, help="different prompts")
+    parser.add_argument("--prompt-chars", type=int, nargs=2, default=(50, 1200), metavar=("FEW", "MANY"))
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
+    parser.add_argument("--record", type=Path, help="append the JSON line to this file")
+    parser.add_argument("serve", nargs="+", help="after --: MODEL and flags of ambidex serve")
+    args = parser.parse_args()
+    with serving(args.serve) as (pid, port):
+        record = asyncio.run(measure(args, pid, port))
+    record = {**environment(), **record}
+    print(append_record(args.record, record) if args.record else json.dumps(record, indent=2))
+
+
+if __name__ == "__main__":
+    main()

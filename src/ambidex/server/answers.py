@@ -1,0 +1,288 @@
+"""`Answer`: the choices of one HTTP request while they run; `Answers`: all that are open, by their id."""
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ambidex.core.errors import AmbidexError, InternalError, RequestFailedError
+from ambidex.core.request import FinishReason, Request
+from ambidex.engine.async_ import AsyncLLM, Reply
+from ambidex.engine.outputs import RequestOutput
+from ambidex.server.errors import unavailable
+from ambidex.server.metrics import Metrics
+from ambidex.server.service import EngineService
+
+logger = logging.getLogger(__name__)
+
+RESTART_S: Final = 60.0
+"""How long a queued answer waits for a failed engine to be built anew."""
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One choice; `latest` is what has come since the reader last looked."""
+
+    request: Request
+    latest: RequestOutput | None = None
+    last_token_s: float | None = None
+    num_tokens: int = 0
+    is_finished: bool = False
+
+
+class _News:
+    """An event that one task waits for, with a time-out that costs no timer for each wait.
+
+    `asyncio.wait_for` makes a task and a timer each time: 40 µs, for each token of each stream.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._since_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set(self) -> None:
+        """There is news."""
+        self._is_set = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self, timeout_s: float | None) -> bool:
+        """Wait for news and take it; false after `timeout_s` without any, or a little later."""
+        if not self._is_set:
+            loop = asyncio.get_running_loop()
+            self._waiter, self._since_s = loop.create_future(), loop.time()
+            if timeout_s is not None and self._timer is None:
+                self._timer = loop.call_later(timeout_s, self._look, timeout_s)
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        is_set, self._is_set = self._is_set, False
+        return is_set
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self, timeout_s: float) -> None:
+        """The timer: it runs on while there is news, and ends a wait that has lasted too long."""
+        loop = asyncio.get_running_loop()
+        left_s = self._since_s + timeout_s - loop.time() if self._waiter is not None else timeout_s
+        if left_s <= 0 and self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        self._timer = loop.call_later(left_s if left_s > 0 else timeout_s, self._look, timeout_s)
+
+
+class Answer:
+    """One or more choices that are generated side by side.
+
+    Outputs that come faster than they are read are joined, so that a client that reads slowly costs no memory.
+
+    Args:
+        requests: checked requests, one a choice.
+    """
+
+    def __init__(self, answer_id: str, service: EngineService, requests: Sequence[Request], metrics: Metrics) -> None:
+        self.id = answer_id
+        self.begun_s = time.monotonic()
+        self.first_token_s: float | None = None
+        self.finish_reasons: list[str] = ["open"] * len(requests)
+        self._service = service
+        self._metrics = metrics
+        self._choices = [_Choice(request) for request in requests]
+        self._leave: list[Callable[[], None]] = []
+        self._news = _News()
+        self._error: AmbidexError | None = None
+        self._has_shown = False
+        self._llm: AsyncLLM | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Every choice has ended and been read."""
+        return all(choice.is_finished for choice in self._choices)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompts, each counted once for each choice."""
+        return sum(len(choice.request.prompt_token_ids) for choice in self._choices)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all choices so far."""
+        return sum(choice.num_tokens for choice in self._choices)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Prompt tokens that are computed, and in all."""
+        llm = self._llm
+        if llm is None:
+            return 0, self.num_prompt_tokens
+        done = sum(
+            min(llm.num_computed_tokens(choice.request.request_id), len(choice.request.prompt_token_ids))
+            for choice in self._choices
+        )
+        return done, self.num_prompt_tokens
+
+    def start(self) -> None:
+        """Queue all choices.
+
+        Raises:
+            RefusedError: the engine is not ready.
+        """
+        self._submit(self._service.engine())
+
+    async def next(self, timeout_s: float | None = None) -> list[tuple[int, RequestOutput]]:
+        """What has come since the last call, for each choice that has news; nothing after `timeout_s` without any.
+
+        Raises:
+            RequestFailedError: a choice failed inside the engine.
+            AmbidexError: the engine failed, or the server ends.
+        """
+        while True:
+            if not await self._news.wait(timeout_s):
+                return []
+            if isinstance(self._error, InternalError) and not self._has_shown:
+                await self._start_again()
+                continue
+            if self._error is not None:
+                raise self._error
+            news = []
+            for idx, choice in enumerate(self._choices):
+                output, choice.latest = choice.latest, None
+                if output is None:
+                    continue
+                if output.finish_reason is FinishReason.ERROR:
+                    raise RequestFailedError(output.error or "the engine gave no reason")
+                choice.is_finished = output.is_finished
+                news.append((idx, output))
+            if news:
+                self._has_shown = True
+                return news
+
+    def end(self) -> None:
+        """Nobody reads any more: whatever still runs is ended and frees its memory."""
+        self._news.close()
+        for choice, leave in zip(self._choices, self._leave, strict=False):
+            if not choice.is_finished:
+                leave()
+        self._leave.clear()
+
+    def fail(self, error: AmbidexError) -> None:
+        """Let the reader see an error instead of what still would come."""
+        self._error, self._has_shown = error, True
+        self._news.set()
+
+    async def abort(self) -> None:
+        """End every choice; the reader sees finish reason `abort`."""
+        if self._llm is not None:
+            for choice in self._choices:
+                await self._llm.abort(choice.request.request_id)
+
+    def _submit(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        for idx, choice in enumerate(self._choices):
+            self._leave.append(llm.submit(choice.request, functools.partial(self._put, idx)))
+
+    async def _start_again(self) -> None:
+        """Queue the choices at the engine that is built in place of the failed one: nothing has been shown yet."""
+        self.end()
+        llm = await self._service.wait(RESTART_S)
+        self._error = None
+        for choice in self._choices:
+            old = choice.request
+            choice.request, choice.latest = llm.make_request(old.prompt_token_ids, old.params), None
+        logger.warning("answer %s is queued again", self.id)
+        self._submit(llm)
+
+    def _put(self, idx: int, reply: Reply) -> None:
+        if isinstance(reply, AmbidexError):
+            self._error = reply
+        else:
+            choice = self._choices[idx]
+            self._note_time(idx, reply)
+            before = choice.latest
+            choice.latest = reply if before is None else replace(reply, delta=before.delta + reply.delta)
+        self._news.set()
+
+    def _note_time(self, idx: int, output: RequestOutput) -> None:
+        choice, now = self._choices[idx], time.monotonic()
+        if choice.last_token_s is not None:
+            self._metrics.token_gap_s.observe(now - choice.last_token_s)
+        elif output.token_ids:
+            self._metrics.first_token_s.observe(now - self.begun_s)
+            self.first_token_s = self.first_token_s or now
+        choice.last_token_s, choice.num_tokens = now, len(output.token_ids)
+        if output.finish_reason is not None:
+            self.finish_reasons[idx] = output.finish_reason.value
+
+
+class Answers:
+    """The open answers of a server.
+
+    Args:
+        limit: choices that may be open at the same time.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._open: dict[tuple[str, str], Answer] = {}
+        self._num_choices = 0
+        self._closing: AmbidexError | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Answers that have not ended."""
+        return len(set(map(id, self._open.values())))
+
+    @property
+    def num_choices(self) -> int:
+        """Their choices."""
+        return self._num_choices
+
+    def check_room(self, num_choices: int) -> None:
+        """See whether so many choices may come in.
+
+        Raises:
+            RefusedError: the queue is full; 429.
+        """
+        if self._closing is not None:
+            raise unavailable("the server is shutting down", code="engine_closed")
+        if self._num_choices + num_choices > self._limit:
+            raise unavailable(
+                f"the queue is full: {self._num_choices} answers are open, {num_choices} are asked for, at most "
+                f"{self._limit} may be: try again later",
+                code="queue_full",
+                status=429,
+            )
+
+    def add(self, answer: Answer, names: Sequence[tuple[str, str]], num_choices: int) -> None:
+        """Enter an answer under its names: (client, id)."""
+        self._num_choices += num_choices
+        for name in names:
+            self._open.setdefault(name, answer)
+
+    def remove(self, answer: Answer, num_choices: int) -> None:
+        """Strike an answer out."""
+        self._num_choices -= num_choices
+        self._open = {name: other for name, other in self._open.items() if other is not answer}
+
+    def find(self, client: str, name: str) -> Answer | None:
+        """The open answer of that name, if any."""
+        return self._open.get((client, name))
+
+    def close(self) -> None:
+        """Take no more; those that are open go on."""
+        self._closing = unavailable("the server is shutting down", code="engine_closed")
+
+    def fail_all(self) -> None:
+        """End what is still open with a clean error."""
+        self.close()
+        for answer in set(self._open.values()):
+            answer.fail(unavailable("the server is shutting down", code="engine_closed"))

@@ -1,0 +1,141 @@
+"""From a checked body to an answer: queue the choices, then write them whole or as a stream of events."""
+
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from ambidex.engine.outputs import RequestOutput
+from ambidex.server.answers import Answer, Answers
+from ambidex.server.errors import answer_for
+from ambidex.server.gate import record_of
+from ambidex.server.metrics import Metrics
+from ambidex.server.stream import DONE, EventStream, comment, event, while_connected
+from ambidex.server.writers import Writer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One request for an answer, checked and ready to run."""
+
+    answer: Answer
+    writer: Writer
+    model: str
+    num_choices: int
+    num_prompt_tokens: int
+    """Each prompt counted once, however many choices it has."""
+    is_stream: bool
+    has_usage: bool
+    warnings: tuple[str, ...]
+    ping_s: float
+    created_s: int = field(default_factory=lambda: int(time.time()))
+
+    async def respond(self, http: HttpRequest, answers: Answers, metrics: Metrics) -> Response:
+        """Run it.
+
+        Raises:
+            AmbidexError: the engine is not ready or has failed; in a stream it becomes an event.
+        """
+        names = [(record_of(http).client, name) for name in (self.answer.id, record_of(http).request_id)]
+        answers.add(self.answer, names, self.num_choices)
+        try:
+            self.answer.start()
+        except BaseException:
+            answers.remove(self.answer, self.num_choices)
+            raise
+        metrics.prompt_tokens.inc(self.num_prompt_tokens)
+        if self.is_stream:
+            return EventStream(self._events(http, answers, metrics))
+        try:
+            outputs = await while_connected(http.receive, self._collect())
+        finally:
+            self._close(http, answers, metrics)
+        return JSONResponse(self._whole(outputs))
+
+    async def _collect(self) -> list[RequestOutput]:
+        outputs: dict[int, RequestOutput] = {}
+        while not self.answer.is_finished:
+            outputs.update(await self.answer.next())
+        return [outputs[idx] for idx in range(self.num_choices)]
+
+    async def _events(self, http: HttpRequest, answers: Answers, metrics: Metrics) -> AsyncIterator[bytes]:
+        last: dict[int, RequestOutput] = {}
+        extra: dict[str, Any] = {"warnings": list(self.warnings)} if self.warnings else {}
+        try:
+            for idx in range(self.num_choices):
+                for choice in self.writer.begin(idx):
+                    yield event(self._chunk([choice], **extra))
+            while not self.answer.is_finished:
+                news = await self.answer.next(self.ping_s or None)
+                if not news:
+                    done, total = self.answer.progress
+                    yield comment(f"{done} of {total} prompt tokens are computed" if done < total else "ping")
+                for idx, output in news:
+                    last[idx] = output
+                    for choice in self.writer.advance(idx, output):
+                        yield event(self._chunk([choice], **(extra if self.writer.kind == "text_completion" else {})))
+            if self.has_usage:
+                yield event(self._chunk([], usage=self._usage(list(last.values()))))
+            yield DONE
+        except Exception as error:  # the status has been sent: all that is left is an event
+            answer = answer_for(error)
+            if answer.status >= 500:
+                logger.warning("answer %s ends with an error: %s", self.answer.id, answer.message)
+            record_of(http).status = answer.status
+            yield event(answer.body())
+        finally:
+            self._close(http, answers, metrics)
+
+    def _chunk(self, choices: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
+        chunk = {
+            "id": self.answer.id,
+            "object": self.writer.chunk_kind,
+            "created": self.created_s,
+            "model": self.model,
+            "choices": choices,
+        }
+        return {**chunk, "usage": None, **extra} if self.has_usage else {**chunk, **extra}
+
+    def _whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        body = {
+            "id": self.answer.id,
+            "object": self.writer.kind,
+            "created": self.created_s,
+            "model": self.model,
+            "choices": [self.writer.whole(idx, output) for idx, output in enumerate(outputs)],
+            "usage": self._usage(outputs),
+        }
+        return {**body, "warnings": list(self.warnings)} if self.warnings else body
+
+    def _usage(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        num_output = sum(len(output.token_ids) for output in outputs)
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": num_output,
+            "total_tokens": self.num_prompt_tokens + num_output,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+
+    def _close(self, http: HttpRequest, answers: Answers, metrics: Metrics) -> None:
+        """End what still runs, and book what has come."""
+        answer = self.answer
+        answer.end()
+        answers.remove(answer, self.num_choices)
+        metrics.answer_tokens.inc(answer.num_output_tokens)
+        reasons = ["gone" if reason == "open" else reason for reason in answer.finish_reasons]
+        for reason in reasons:
+            metrics.finished.labels(reason).inc()
+        first_s = None if answer.first_token_s is None else round(answer.first_token_s - answer.begun_s, 4)
+        record_of(http).fields.update(
+            answer=answer.id,
+            prompt_tokens=self.num_prompt_tokens,
+            output_tokens=answer.num_output_tokens,
+            first_token_s=first_s,
+            finish=",".join(reasons),
+        )

@@ -1,0 +1,95 @@
+"""Prometheus metrics; the unit is the last word of a name, or `total` for counts."""
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from ambidex.engine.status import EngineStatus
+
+LATENCY_S: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+
+
+class Metrics:
+    """The metrics of one server.
+
+    Args:
+        status: of the engine, None while there is none.
+        state: names and values of gauges of the server itself.
+    """
+
+    def __init__(self, status: Callable[[], EngineStatus | None], state: Callable[[], dict[str, float]]) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self.requests = Counter(
+            "ambidex_http_requests", "HTTP requests answered", ("route", "status"), registry=self._registry
+        )
+        self.request_s = Histogram(
+            "ambidex_http_request_seconds", "from the first to the last byte of a request", ("route",),
+            buckets=LATENCY_S, registry=self._registry,
+        )  # fmt: skip
+        self.first_token_s = Histogram(
+            "ambidex_time_to_first_token_seconds", "from queueing to the first token, queueing included",
+            buckets=LATENCY_S, registry=self._registry,
+        )  # fmt: skip
+        self.token_gap_s = Histogram(
+            "ambidex_time_between_tokens_seconds", "between two tokens of an answer",
+            buckets=LATENCY_S, registry=self._registry,
+        )  # fmt: skip
+        self.prompt_tokens = Counter("ambidex_prompt_tokens", "tokens of prompts taken in", registry=self._registry)
+        self.answer_tokens = Counter("ambidex_answer_tokens", "tokens of ended answers", registry=self._registry)
+        self.finished = Counter("ambidex_answers", "ended answers", ("reason",), registry=self._registry)
+        self._registry.register(_EngineCollector(status, state))
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine's own counters when Prometheus asks."""
+
+    def __init__(self, status: Callable[[], EngineStatus | None], state: Callable[[], dict[str, float]]) -> None:
+        self._status = status
+        self._state = state
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics as they stand."""
+        for name, value in self._state().items():
+            yield GaugeMetricFamily(f"ambidex_{name}", name.replace("_", " "), value=value)
+        status = self._status()
+        if status is None:
+            return
+        stats = status.stats
+        yield GaugeMetricFamily("ambidex_requests_waiting", "requests that wait", value=status.num_waiting)
+        yield GaugeMetricFamily("ambidex_requests_running", "requests that hold KV blocks", value=status.num_running)
+        for name, text, values in (
+            ("kv_used_bytes", "KV that requests hold on a tier", stats.kv_bytes),
+            ("kv_peak_bytes", "the most that they held after a step", stats.peak_kv_bytes),
+            ("kv_capacity_bytes", "size of the KV pool of a tier", status.capacity_bytes),
+            ("weights_bytes", "weights on a tier", status.weights_bytes),
+        ):
+            gauge = GaugeMetricFamily(f"ambidex_{name}", text, labels=("tier",))
+            for tier, size in values.items():
+                gauge.add_metric((tier,), size)
+            yield gauge
+        lanes = CounterMetricFamily("ambidex_lane_read_bytes", "KV that a lane's attention has read", labels=("lane",))
+        for lane, size in stats.lane_bytes.items():
+            lanes.add_metric((lane,), size)
+        yield lanes
+        sections = CounterMetricFamily("ambidex_step_seconds", "wall time of steps by section", labels=("section",))
+        for section, seconds in stats.seconds.items():
+            sections.add_metric((section,), seconds)
+        yield sections
+        for name, text, count in (
+            ("steps", "steps of the engine", stats.num_steps),
+            ("computed_tokens", "tokens computed, prompts included", stats.num_computed_tokens),
+            ("output_tokens", "tokens sampled", stats.num_output_tokens),
+            ("preemptions", "requests that yielded their blocks", stats.num_preemptions),
+            ("block_moves", "blocks copied between tiers", stats.num_moves),
+            ("failed_block_moves", "copies that failed", stats.num_failed_moves),
+            ("failed_requests", "requests that failed in a step", stats.num_failed_requests),
+        ):
+            yield CounterMetricFamily(f"ambidex_{name}", text, value=count)

@@ -1,0 +1,179 @@
+"""`EngineService`: the engine of a server while it loads, runs, fails and is built anew; and whether it is ready.
+
+loading ──▶ ready ──▶ restarting ──▶ ready
+   │                      │
+   └──────▶ failed ◀──────┘   the server ends with exit code 1: whoever supervises it starts it again
+"""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from ambidex.core.errors import AmbidexError
+from ambidex.engine.async_ import AsyncLLM
+from ambidex.engine.pulse import Stage
+from ambidex.server.errors import unavailable
+
+logger = logging.getLogger(__name__)
+
+MAX_RESTARTS: Final = 3
+"""Within `RESTART_WINDOW_S`: an engine that fails more often is not healed by building it anew."""
+RESTART_WINDOW_S: Final = 300.0
+POLL_S: Final = 0.2
+PROBE_S: Final = 2.0
+"""An idle engine answers a message at once; one that computes is judged by the age of its stage."""
+
+Progress = Callable[[int, int], None]
+MakeEngine = Callable[[Progress], AsyncLLM]
+
+
+class EngineState(StrEnum):
+    """Where the engine of a server stands."""
+
+    LOADING = "loading"
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readiness:
+    """Whether a token can be produced; if not, which stage stands still and for how long."""
+
+    is_ready: bool
+    status: str
+    stage: str | None = None
+    stage_s: float | None = None
+    last_token_age_s: float | None = None
+
+
+class EngineService:
+    """Builds the engine in a thread, watches it, and builds it anew when it has failed.
+
+    Args:
+        make: builds the engine; called with what takes (bytes read, bytes in all).
+        stall_s: a stage that lasts longer is a stall.
+    """
+
+    def __init__(self, make: MakeEngine, *, stall_s: float) -> None:
+        self._make = make
+        self._stall_s = stall_s
+        self._llm: AsyncLLM | None = None
+        self._changed = asyncio.Event()
+        self._starts: list[float] = []
+        self.state = EngineState.LOADING
+        self.error: AmbidexError | Exception | None = None
+        self.loaded_bytes = (0, 0)
+        self.num_restarts = 0
+
+    async def run(self) -> None:
+        """Load, then watch until the engine cannot be mended or the task is cancelled."""
+        try:
+            while await self._load():
+                llm = self._llm
+                while llm is not None and llm.fault is None:
+                    await asyncio.sleep(POLL_S)
+                if not self._begin_restart():
+                    return
+        finally:
+            await self._close()
+
+    def engine(self) -> AsyncLLM:
+        """The engine.
+
+        Raises:
+            RefusedError: it is not ready; 503.
+        """
+        if self._llm is not None and self.state is EngineState.READY:
+            return self._llm
+        done, total = self.loaded_bytes
+        share = f" ({100 * done // total} %)" if total else ""
+        texts = {
+            EngineState.LOADING: f"the model is loading{share}: try again soon",
+            EngineState.RESTARTING: f"the engine failed and is being built anew{share}: try again soon",
+            EngineState.FAILED: f"the engine failed: {self.error}",
+        }
+        message = texts.get(self.state, "the server is shutting down")
+        raise unavailable(message, code=f"engine_{self.state}")
+
+    async def wait(self, timeout_s: float) -> AsyncLLM:
+        """The engine, once it is there.
+
+        Raises:
+            RefusedError: it is not there in time, or never will be.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self.state in (EngineState.LOADING, EngineState.RESTARTING) or self._has_fault():
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(POLL_S)
+        return self.engine()
+
+    async def readiness(self) -> Readiness:
+        """Whether a token was produced lately or can be."""
+        llm = self._llm
+        if llm is None or self.state is not EngineState.READY or llm.fault is not None:
+            return Readiness(is_ready=False, status=EngineState.RESTARTING if self._has_fault() else self.state)
+        if llm.status().beat.stage is Stage.IDLE:
+            with contextlib.suppress(TimeoutError, AmbidexError):  # what the stage says decides
+                await asyncio.wait_for(llm.probe(), PROBE_S)
+        status, now = llm.status(), time.monotonic()
+        age = None if status.last_token_s is None else now - status.last_token_s
+        stage_s = now - status.beat.since_s
+        is_stalled = status.beat.stage is not Stage.IDLE and stage_s > self._stall_s
+        return Readiness(
+            is_ready=not is_stalled,
+            status="stalled" if is_stalled else "ready",
+            stage=status.beat.stage,
+            stage_s=round(stage_s, 3),
+            last_token_age_s=None if age is None else round(age, 3),
+        )
+
+    def _has_fault(self) -> bool:
+        return self._llm is not None and self._llm.fault is not None and self.state is EngineState.READY
+
+    async def _load(self) -> bool:
+        self._starts.append(time.monotonic())
+        try:
+            self._llm = await asyncio.to_thread(self._make, self._note_progress)
+        except Exception as error:
+            self.error, self.state = error, EngineState.FAILED
+            if not isinstance(error, AmbidexError):
+                logger.exception("the engine could not be built")
+            return False
+        self.state = EngineState.READY
+        logger.info("the model is ready after %.1f s", time.monotonic() - self._starts[-1])
+        return True
+
+    def _begin_restart(self) -> bool:
+        llm, self._llm = self._llm, None
+        self.error = llm.fault if llm is not None else None
+        recent = [start for start in self._starts if time.monotonic() - start < RESTART_WINDOW_S]
+        if len(recent) > MAX_RESTARTS:
+            self.state = EngineState.FAILED
+            logger.error(
+                "the engine failed %d times in %.0f s: giving up: %s", len(recent), RESTART_WINDOW_S, self.error
+            )
+            return False
+        self.state = EngineState.RESTARTING
+        self.num_restarts += 1
+        logger.error("the engine failed and is built anew: %s", self.error)
+        del llm
+        gc.collect()  # its memory is needed for the next one
+        return True
+
+    def _note_progress(self, done: int, total: int) -> None:
+        self.loaded_bytes = (done, total)
+
+    async def _close(self) -> None:
+        if self.state is not EngineState.FAILED:
+            self.state = EngineState.CLOSED
+        if self._llm is not None:
+            await self._llm.close()

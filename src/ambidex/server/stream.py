@@ -1,0 +1,83 @@
+"""Server-sent events, and work that ends when its client goes away."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # once: it is called for each token
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection; nobody is there to be answered."""
+
+
+def event(value: object) -> bytes:
+    """One event."""
+    return b"data: " + _encode(value).encode() + b"\n\n"
+
+
+def comment(text: str) -> bytes:
+    """A line that clients skip and proxies count as life."""
+    return f": {text}\n\n".encode()
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Do some work; cancel it when the client goes away. The request's body must have been read.
+
+    Raises:
+        ClientGoneError: the client went away first.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        for other in (task, watch):
+            other.cancel()
+            with contextlib.suppress(BaseException):
+                await other
+
+
+class EventStream(Response):
+    """A response of events; `frames` is closed as soon as the client goes away.
+
+    Args:
+        frames: whole events as bytes.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, frames: AsyncIterator[bytes]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._frames = frames
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the frames as they come."""
+        del scope
+        with contextlib.suppress(ClientGoneError):
+            await while_connected(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        async with contextlib.aclosing(self._frames) as frames:  # type: ignore[type-var]
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for frame in frames:
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

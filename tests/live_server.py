@@ -1,0 +1,107 @@
+"""A real server on a free port of this machine, in a thread, over a tiny model."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+from openai import OpenAI
+
+from ambidex import AsyncLLM, EngineConfig
+from ambidex.engine.build import build_engine
+from ambidex.runner.runner import Forward, call_model
+from ambidex.server.app import ServerApp
+from ambidex.server.config import ServerConfig
+from ambidex.server.main import DrainingServer, bind, url_of
+from ambidex.server.service import EngineService, MakeEngine
+
+WAIT_S = 30.0
+SMALL_POOL: dict[str, Any] = {"block_size": 4, "kv_gpu_tokens": 128, "num_sink_tokens": 4, "recent_window": 16}
+"""Settings of an engine so small that blocks move to DRAM."""
+
+
+class LiveServer:
+    """Entered, it serves; `url` is where.
+
+    Args:
+        make: builds the engine.
+        settings: fields of `ServerConfig`.
+    """
+
+    def __init__(self, make: MakeEngine, *, api_keys: tuple[str, ...] = (), is_awaited: bool = True, **settings: Any):
+        config = ServerConfig(port=0, **settings)
+        self._is_awaited = is_awaited
+        self._listener = bind(config)
+        self._is_awaited = is_awaited
+        self.url = url_of(self._listener)
+        self.service = EngineService(make, stall_s=config.stall_s)
+        self.app = ServerApp(
+            self.service, config, names=("tiny",), api_keys=api_keys, on_failed=lambda: self.server.stop()
+        )
+        self.server = DrainingServer(self.app, drain_s=config.drain_s)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.http = httpx.Client(base_url=self.url, timeout=WAIT_S)
+
+    @property
+    def openai(self) -> OpenAI:
+        """OpenAI's own client."""
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+
+    def __enter__(self) -> "LiveServer":
+        self._thread.start()
+        if self._is_awaited:
+            wait_until(lambda: self.http.get("/ready").status_code == 200)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.http.close()
+        self.stop()
+
+    def stop(self) -> None:
+        """Shut down and wait for it."""
+        self.server.stop()
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive(), "the server does not end"
+
+    def complete(self, prompt: object, **fields: object) -> httpx.Response:
+        """One completion, greedy unless said otherwise."""
+        return self.http.post("/v1/completions", json={"prompt": prompt, "temperature": 0, **fields})
+
+    def status(self) -> dict[str, Any]:
+        """What `/v1/ambidex/status` says."""
+        status: dict[str, Any] = self.http.get("/v1/ambidex/status").json()
+        return status
+
+    def is_idle(self) -> bool:
+        """No answer is open, and no tier holds KV."""
+        status = self.status()
+        return (
+            status["num_open"] == status["num_running"] == status["num_waiting"] == 0
+            and sum(tier["kv_bytes"] for tier in status["tiers"].values()) == 0
+        )
+
+    def _run(self) -> None:
+        asyncio.run(self.server.serve(sockets=[self._listener]))
+
+
+def maker(folder: Path, *, forward: Forward = call_model, **settings: Any) -> MakeEngine:
+    """Builds the tiny engine; the model is called by `forward`."""
+
+    def make(_progress: object) -> AsyncLLM:
+        return AsyncLLM(build_engine(EngineConfig(model=str(folder), **settings), forward=forward))
+
+    return make
+
+
+def wait_until(is_true: Callable[[], bool], *, timeout_s: float = WAIT_S) -> None:
+    """Wait for a state that another thread brings about."""
+    deadline = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.01)
