@@ -9,16 +9,31 @@ import click
 
 from ambidex.cli.config_file import use_config_file
 from ambidex.cli.services import LLMService, Services
-from ambidex.cli.settings import FLAG_SETTINGS, ChosenSettings, Owner, SettingOption, VerbOption, choose_settings
+from ambidex.cli.settings import (
+    FLAG_SETTINGS,
+    ChosenSettings,
+    Owner,
+    Setting,
+    SettingOption,
+    VerbOption,
+    choose_settings,
+)
 from ambidex.cli.show import loading_bar, print_table, stats_rows
 from ambidex.cli.values import source_of
 from ambidex.core.errors import ConfigError
 
 
 class SettingsCommand(click.Command):
-    """A verb that runs a model: its own parameters, then the model, the file, `-v` and all settings."""
+    """A verb that runs a model: its own parameters, then the model, the file, `-v` and all settings, or those given."""
 
-    def __init__(self, name: str, *, params: Sequence[click.Parameter], **attributes: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        params: Sequence[click.Parameter],
+        settings: Sequence[Setting] = FLAG_SETTINGS,
+        **attributes: Any,
+    ) -> None:
         common = [
             VerbOption(["-m", "--model"], metavar="MODEL", help="the model, instead of the argument"),
             VerbOption(
@@ -31,8 +46,8 @@ class SettingsCommand(click.Command):
             ),
             VerbOption(["-v", "--verbose"], is_flag=True, help="show the effective configuration and statistics"),
         ]
-        settings = [SettingOption(setting) for setting in FLAG_SETTINGS]
-        super().__init__(name, params=[*params, *common, *settings], **attributes)
+        options = [SettingOption(setting) for setting in settings]
+        super().__init__(name, params=[*params, *common, *options], **attributes)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Own options first, then a section for each dataclass of settings."""
@@ -44,6 +59,8 @@ class SettingsCommand(click.Command):
                     record
                 )
         for title, records in sections.items():
+            if not records:
+                continue
             with formatter.section(title):
                 formatter.write_dl(records)
         formatter.write_text(

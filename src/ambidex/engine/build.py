@@ -23,7 +23,7 @@ from ambidex.engine.core import EngineCore
 from ambidex.engine.engine import Engine
 from ambidex.engine.kv_format import KVFormat, choose_kv_format
 from ambidex.engine.memory import FreeMemory, MemoryPlan, plan_memory
-from ambidex.engine.report import EngineReport, ReportRow
+from ambidex.engine.report import EngineFigures, EngineReport, ReportRow
 from ambidex.formats.locate import ModelSource, find_model
 from ambidex.formats.spec import read_spec
 from ambidex.hw.memory import read_memory
@@ -129,6 +129,15 @@ def build_engine(
         vocab_size=choices.spec.vocab_size,
         eos_ids=_eos_ids(choices.spec, tokenizer),
         report=_report(config, choices, pools, stream=(stream_share, stream_why)),
+        figures=EngineFigures(
+            spec=choices.spec,
+            device=str(choices.device),
+            dtype=choices.dtype,
+            num_threads=choices.num_threads,
+            kv=choices.kv.specs,
+            num_blocks=choices.memory.num_blocks,
+            ledger=choices.memory.ledger,
+        ),
         kv_bytes=lambda: {
             tier: (usage.used + usage.in_flight) * choices.kv.specs[tier].bytes_per_block
             for tier, usage in kv_manager.usage().items()

@@ -9,7 +9,7 @@ from ambidex.core.ids import RequestId, Tier
 from ambidex.core.request import FinishReason, Request, SamplingParams
 from ambidex.engine.core import EngineCore
 from ambidex.engine.outputs import AnswerText, RequestOutput
-from ambidex.engine.report import EngineReport
+from ambidex.engine.report import EngineFigures, EngineReport
 from ambidex.engine.stats import EngineStats
 from ambidex.text.chat import ChatTemplate
 from ambidex.text.tokenizer import Tokenizer
@@ -35,11 +35,13 @@ class Engine:
         vocab_size: int,
         eos_ids: frozenset[int],
         report: EngineReport,
+        figures: EngineFigures,
         kv_bytes: Callable[[], dict[Tier, int]],
     ) -> None:
         self.core = core
         self.tokenizer = tokenizer
         self.report = report
+        self.figures = figures
         self.max_context_len = max_context_len
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
