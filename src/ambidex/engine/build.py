@@ -24,6 +24,8 @@ from ambidex.engine.engine import Engine
 from ambidex.engine.kv_format import KVFormat, choose_kv_format
 from ambidex.engine.memory import FreeMemory, MemoryPlan, plan_memory
 from ambidex.engine.report import EngineFigures, EngineReport, ReportRow
+from ambidex.engine.trace_file import open_tracer
+from ambidex.engine.traced import TracedCore
 from ambidex.formats.locate import ModelSource, find_model
 from ambidex.formats.spec import read_spec
 from ambidex.hw.memory import read_memory
@@ -39,6 +41,7 @@ from ambidex.runner.device import TORCH_DTYPES, activation_dtype, choose_device,
 from ambidex.runner.graphs import Capture, CudaCapture, DecodeForm, DecodeSteps, make_buckets
 from ambidex.runner.runner import Forward, ModelRunner, call_model
 from ambidex.runner.sampler import Sampler
+from ambidex.runner.tracing import trace_lanes
 from ambidex.sched.scheduler import Scheduler
 from ambidex.storage.copy import CopyBlock, CopyEngine, copy_block
 from ambidex.storage.kv_pool import KVPool, RowKVPool
@@ -93,6 +96,7 @@ def build_engine(
         ConfigError, ModelError: the settings or the model cannot be used.
         MachineError: the machine has not what they need.
     """
+    tracer = open_tracer(config.trace)
     choices = _choose(config, decode_form)
     tokenizer = load_tokenizer(choices.source)
     torch.set_num_threads(choices.num_threads)
@@ -112,17 +116,29 @@ def build_engine(
         seed=config.seed,
     )
     stream_share, stream_why = _choose_stream_share(config, choices, pools)
+    trace = trace_lanes(tracer, choices.device, copy)
     runner = ModelRunner(
         model=model,
-        attention=TieredAttention(choices.spec, pools),
+        attention=TieredAttention(choices.spec, pools, wrap=trace.wrap, cpu_lane=trace.cpu_lane),
         sampler=Sampler(vocab_size=choices.spec.vocab_size, device=choices.device),
-        copies=CopyEngine(pools, copy=copy),
+        copies=CopyEngine(pools, copy=trace.copy),
         device=choices.device,
         forward=forward,
         decode_steps=_make_decode_steps(config, choices, model, pools, forward, stream_share, capture),
+        tracer=tracer,
+        device_clock=trace.device_clock,
     )
+
+    def kv_bytes() -> dict[Tier, int]:
+        return {
+            tier: (usage.used + usage.in_flight) * choices.kv.specs[tier].bytes_per_block
+            for tier, usage in kv_manager.usage().items()
+        }
+
     return Engine(
-        core=EngineCore(scheduler=scheduler, executor=runner),
+        core=EngineCore(scheduler=scheduler, executor=runner)
+        if not tracer.is_on
+        else TracedCore(scheduler=scheduler, executor=runner, tracer=tracer, kv_bytes=kv_bytes),
         tokenizer=tokenizer,
         chat_template=_chat_template(config, tokenizer),
         max_context_len=choices.memory.max_context_len,
@@ -138,10 +154,7 @@ def build_engine(
             num_blocks=choices.memory.num_blocks,
             ledger=choices.memory.ledger,
         ),
-        kv_bytes=lambda: {
-            tier: (usage.used + usage.in_flight) * choices.kv.specs[tier].bytes_per_block
-            for tier, usage in kv_manager.usage().items()
-        },
+        kv_bytes=kv_bytes,
     )
 
 
