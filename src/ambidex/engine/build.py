@@ -22,6 +22,7 @@ from ambidex.core.units import format_size
 from ambidex.engine.core import EngineCore
 from ambidex.engine.engine import Engine
 from ambidex.engine.kv_format import KVFormat, choose_kv_format
+from ambidex.engine.kv_report import region_rows
 from ambidex.engine.memory import FreeMemory, MemoryPlan, plan_memory
 from ambidex.engine.report import EngineFigures, EngineReport, ReportRow
 from ambidex.engine.trace_file import open_tracer
@@ -397,6 +398,7 @@ def _report(
         )
         for tier in pools
     ]
+    facts += region_rows(config, num_gpu_blocks=memory.num_blocks[Tier.GPU], max_context_len=memory.max_context_len)
     for tier, pool in pools.items():
         pinned = f", {'pinned' if pool.is_pinned else 'not pinned'}" if choices.device.type == "cuda" else ""
         facts.append(
