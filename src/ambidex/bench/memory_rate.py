@@ -4,11 +4,15 @@ import torch
 
 from ambidex.bench.figures import Quantiles, measure_seconds
 from ambidex.bench.machine import last_level_cache_bytes
+from ambidex.core.errors import MachineError
+from ambidex.core.units import format_size
 from ambidex.hw.memory import read_memory
 from ambidex.kernels.cpu.native import ThreadPool
 
 GPU_PROBE_BYTES = 4 * 2**30
 """Of the buffer that is read to measure a GPU's bandwidth: many times its last-level cache."""
+LEAST_GPU_PROBE_BYTES = 256 * 2**20
+"""The same where little is free: twice the largest last-level cache of a GPU so far."""
 
 
 def read_bandwidth(*, num_threads: int, num_bytes: int, num_runs: int = 7) -> Quantiles:
@@ -42,10 +46,18 @@ def native_read_rate(threads: ThreadPool, buffer: torch.Tensor, *, num_runs: int
 def gpu_read_rate(device: torch.device, *, num_bytes: int = GPU_PROBE_BYTES, num_runs: int = 10) -> Quantiles:
     """Bytes/s at which a GPU reads a buffer (torch's sum over fp32), by CUDA events.
 
+    Raises:
+        MachineError: too little GPU memory is free for a buffer that no cache holds.
     Cost: allocates `num_bytes`, at most half of what is free, and gives it back.
     """
     free, _ = torch.cuda.mem_get_info(device)
-    buffer = torch.ones(min(num_bytes, free // 2) // 4, dtype=torch.float32, device=device)
+    size = min(num_bytes, free // 2)
+    if size < LEAST_GPU_PROBE_BYTES:
+        raise MachineError(
+            f"{format_size(free)} of GPU memory are free, {format_size(2 * LEAST_GPU_PROBE_BYTES)} are needed to "
+            f"measure its read rate: stop other programs, or lower --gpu-memory"
+        )
+    buffer = torch.ones(size // 4, dtype=torch.float32, device=device)
     samples = []
     for run_idx in range(num_runs + 2):
         torch.cuda.synchronize(device)

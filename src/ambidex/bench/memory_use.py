@@ -37,13 +37,18 @@ class MemoryUse:
 
 
 class MemoryWatch:
-    """Made before the engine is built; told when it is ready."""
+    """Made before the engine is built; told when it is ready.
 
-    def __init__(self) -> None:
+    Args:
+        device: the accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         self._before = resident_bytes("VmRSS")
         self._can_reset = False
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
 
     def engine_is_ready(self) -> None:
         """From now on the peak counts."""
@@ -53,15 +58,16 @@ class MemoryWatch:
             return
         self._can_reset = True
 
-    def read(self, ledger: MemoryLedger, *, is_cuda: bool) -> MemoryUse:
+    def read(self, ledger: MemoryLedger) -> MemoryUse:
         """What was taken so far."""
+        is_cuda = self._device.type == "cuda"
         peak = resident_bytes("VmHWM") if self._can_reset else None
         known = peak is not None and self._before is not None
         gpu, dram = ledger.used(Tier.GPU), ledger.used(Tier.DRAM)
         return MemoryUse(
             host_peak=max(0, (peak or 0) - (self._before or 0)) if known else None,
             host_predicted=dram if is_cuda else gpu + dram,
-            gpu_peak=torch.cuda.max_memory_reserved() if is_cuda else None,
+            gpu_peak=torch.cuda.max_memory_reserved(self._device) if is_cuda else None,
             gpu_predicted=gpu if is_cuda else None,
         )
 

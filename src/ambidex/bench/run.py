@@ -1,13 +1,17 @@
 """A whole run of a benchmark: rates before and after, the engine, the points, and the record that keeps it all."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ambidex.bench.decode import COLUMNS as DECODE_COLUMNS
 from ambidex.bench.decode import check_decode, measure_decode
+from ambidex.bench.floor import Rates
 from ambidex.bench.links import COLUMNS as LINK_COLUMNS
 from ambidex.bench.links import Links, measure_links, measure_rates
 from ambidex.bench.machine import environment
@@ -17,11 +21,13 @@ from ambidex.bench.prefill import COLUMNS as PREFILL_COLUMNS
 from ambidex.bench.prefill import check_prefill, gemm_rate, measure_prefill
 from ambidex.bench.workload import NUM_WARMUP_STEPS, Point, Prompts
 from ambidex.core.config import EngineConfig
-from ambidex.core.errors import ConfigError
+from ambidex.core.errors import ConfigError, MachineError
 from ambidex.engine.build import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.hw.topology import read_topology
 from ambidex.runner.device import choose_device
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
@@ -75,12 +81,12 @@ def run_decode(
             for point in points
         ]
     memory, after = run.close()
-    figures = [replace(point, rates=run.before.rates().best(after.rates())) for point in measured]
+    figures = [replace(point, rates=run.rates_with(after)) for point in measured]
     settings = {"steps": steps, "warmup": f"{NUM_WARMUP_STEPS} steps of each point"}
     record = {
         "bench": "decode", **run.opening, "settings": {**settings, **run.settings(text)},
         "decode": run.engine.report.value("compute", "decode"),
-        "rates": [run.before.record(), after.record()], "others": asdict(others),
+        "rates": [links.record() for links in (run.before, after) if links is not None], "others": asdict(others),
         "memory": memory.record(), "points": [point.record() for point in figures],
     }  # fmt: skip
     return Finished(record=record, columns=DECODE_COLUMNS, rows=[point.row() for point in figures], memory=memory)
@@ -108,13 +114,14 @@ def run_prefill(
         ]
     gemm.append(gemm_rate(run.engine.figures, num_tokens=config.max_tokens_per_step))
     memory, after = run.close()
-    rates, flops_per_s = run.before.rates().best(after.rates()), max(rate.flops_per_s.median for rate in gemm)
+    rates, flops_per_s = run.rates_with(after), max(rate.flops_per_s.median for rate in gemm)
     figures = [replace(point, rates=rates, flops_per_s=flops_per_s) for point in measured]
     settings = {"rounds": rounds, "warmup": "each prompt once"}
     record = {
         "bench": "prefill", **run.opening, "settings": {**settings, **run.settings(text)},
-        "rates": [run.before.record(), after.record()], "gemm": [rate.record() for rate in gemm],
-        "others": asdict(others), "memory": memory.record(), "points": [point.record() for point in figures],
+        "rates": [links.record() for links in (run.before, after) if links is not None],
+        "gemm": [rate.record() for rate in gemm], "others": asdict(others),
+        "memory": memory.record(), "points": [point.record() for point in figures],
     }  # fmt: skip
     return Finished(record=record, columns=PREFILL_COLUMNS, rows=[point.row() for point in figures], memory=memory)
 
@@ -134,17 +141,27 @@ class _Run:
     def open(cls, config: EngineConfig, progress: Progress | None) -> "_Run":
         opening = environment()
         num_threads = config.num_threads or read_topology().num_usable_cores
-        before = measure_rates(choose_device(config.device), num_threads=num_threads)
-        watch = MemoryWatch()
+        device = choose_device(config.device)
+        before = measure_rates(device, num_threads=num_threads)
+        watch = MemoryWatch(device)
         engine = build_engine(config, progress=progress)
         watch.engine_is_ready()
         return cls(config=config, opening=opening, num_threads=num_threads, before=before, watch=watch, engine=engine)
 
-    def close(self) -> tuple[MemoryUse, Links]:
-        """Memory use until now, and the rates once more, so that a reader sees whether the machine has changed."""
-        device = choose_device(self.config.device)
-        memory = self.watch.read(self.engine.figures.ledger, is_cuda=device.type == "cuda")
-        return memory, measure_rates(device, num_threads=self.num_threads)
+    def close(self) -> tuple[MemoryUse, Links | None]:
+        """Memory use until now, and the rates once more, so that a reader sees whether the machine has changed; None if
+        the engine has left too little memory to measure them: what was measured before that is not lost."""
+        memory = self.watch.read(self.engine.figures.ledger)
+        try:
+            return memory, measure_rates(choose_device(self.config.device), num_threads=self.num_threads)
+        except (MachineError, torch.OutOfMemoryError) as error:
+            logger.warning("rates were not measured again after the run: %s", error)
+            return memory, None
+
+    def rates_with(self, after: Links | None) -> Rates:
+        """What floors are taken from: the better rates of before and after."""
+        before = self.before.rates()
+        return before if after is None else before.best(after.rates())
 
     def settings(self, text: Path | None) -> dict[str, Any]:
         """The engine's settings and where tokens came from."""

@@ -29,7 +29,7 @@ from ambidex.core.units import MIB, format_size
 logger = logging.getLogger(__name__)
 
 MAX_BYTES: Final = 256 * MIB
-"""Of the file; then no more is written. A step of 32 layers with two lanes takes about 15 KiB, and viewers in a browser
+"""Of the file; then no more is written. A step of 30 layers with two lanes takes 9 KiB, and viewers in a browser
 slow down beyond some hundred MiB."""
 _OPENING: Final = b'[\n{"name": "process_name"'
 _CLOSING: Final = b"\n]\n"

@@ -117,3 +117,14 @@ def test_prefill_record_counts_steps_and_operations(folder: Path):
 def test_prefill_beyond_the_limit_is_refused(folder: Path):
     with pytest.raises(ConfigError, match=r"--prompts 63 .* the limit is 64"):
         run_prefill(make_config(folder, max_context_len=64), (63,), rounds=1, text=None, progress=None)
+
+
+def test_figures_are_kept_when_the_rates_cannot_be_measured_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    sizes = iter([1 << 20, 1 << 20, 100, 100])  # the probe's, of the first measurement and of the second
+    monkeypatch.setattr(links, "probe_bytes", lambda: next(sizes))
+    record = decode(make_config(folder), Point(context=8, batch=1)).record
+    assert len(record["rates"]) == 1
+    assert record["points"][0]["floor_s"] > 0
+    assert "rates were not measured again" in caplog.text
