@@ -94,7 +94,7 @@ class DecodeFigures:
         floor, median, q20, q80 = (f"{value * 1e3:.3g}" for value in milliseconds)
         bound = max(self.lane_floor_s.items(), key=lambda item: item[1])[0]
         return (
-            str(self.point.context), str(self.point.batch), floor, f"{bound} lane", median, q20, q80,
+            str(self.point.context), str(self.point.batch), floor, bound, median, q20, q80,
             f"{self.tokens_per_s:.1f}", f"{self.share_of_floor:.2f}",
             ", ".join(f"{tier} {format_size(size)}" for tier, size in self.kv_bytes.items()),
             ", ".join(f"{lane} {format_size(size)}" for lane, size in self.step.kv.items()),

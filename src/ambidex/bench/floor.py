@@ -96,10 +96,10 @@ def decode_floor(step: StepBytes, rates: Rates) -> dict[str, float]:
         cpu    KV in DRAM / DRAM read rate
         link   bytes across the link / copy rate
     Where the accelerator is the CPU all lies in one memory and is read one after the other:
-        cpu    (weights + KV of both tiers) / DRAM read rate
+        dram   (weights + KV of both tiers) / DRAM read rate
     """
     if rates.gpu is None or rates.link is None:
-        return {"cpu": (step.weights + sum(step.kv.values())) / rates.dram}
+        return {"dram": (step.weights + sum(step.kv.values())) / rates.dram}
     return {
         "gpu": (step.weights + step.kv.get(Lane.GPU, 0)) / rates.gpu,
         "cpu": step.kv.get(Lane.CPU, 0) / rates.dram,

@@ -22,9 +22,8 @@ from ambidex.bench.prefill import check_prefill, gemm_rate, measure_prefill
 from ambidex.bench.workload import NUM_WARMUP_STEPS, Point, Prompts
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError, MachineError
-from ambidex.engine.build import build_engine
+from ambidex.engine.build import build_engine, default_num_threads
 from ambidex.engine.engine import Engine
-from ambidex.hw.topology import read_topology
 from ambidex.runner.device import choose_device
 
 logger = logging.getLogger(__name__)
@@ -140,8 +139,8 @@ class _Run:
     @classmethod
     def open(cls, config: EngineConfig, progress: Progress | None) -> "_Run":
         opening = environment()
-        num_threads = config.num_threads or read_topology().num_usable_cores
         device = choose_device(config.device)
+        num_threads = config.num_threads or default_num_threads(device)
         before = measure_rates(device, num_threads=num_threads)
         watch = MemoryWatch(device)
         engine = build_engine(config, progress=progress)

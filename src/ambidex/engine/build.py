@@ -159,13 +159,17 @@ def build_engine(
     )
 
 
+def default_num_threads(device: torch.device) -> int:
+    """CPU threads where none are asked for: the usable cores, of which a GPU's driver takes one."""
+    return max(1, read_topology().num_usable_cores - (device.type == "cuda"))
+
+
 def _choose(config: EngineConfig, decode_form: DecodeForm | None) -> _Choices:
     source = find_model(config.model)
     spec = read_spec(source)
-    topology = read_topology()
     device = choose_device(config.device)
     is_cuda = device.type == "cuda"
-    num_threads = config.num_threads or max(1, topology.num_usable_cores - is_cuda)  # one core is the driver's
+    num_threads = config.num_threads or default_num_threads(device)
     threads = _make_threads(num_threads, spin_us=LANE_SPIN_US if is_cuda else CPU_SPIN_US)
     dtype, dtype_why = choose_dtype(
         config.dtype,

@@ -31,7 +31,7 @@ STEP = StepBytes(weights=600, kv={Lane.GPU: 200, Lane.CPU: 300}, link=50)
 
 
 def test_floor_of_one_memory_adds_all_bytes():
-    assert decode_floor(STEP, Rates(dram=100.0)) == {"cpu": 11.0}
+    assert decode_floor(STEP, Rates(dram=100.0)) == {"dram": 11.0}
 
 
 def test_floor_on_a_gpu_has_a_time_for_each_lane():
