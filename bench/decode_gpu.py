@@ -115,7 +115,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     is_cuda = torch.device(engine.report.value("compute", "device")).type == "cuda"
-    bandwidth = gpu_read_rate(torch.device("cuda")) if is_cuda else read_cpu_bandwidth()
+    bandwidth = read_gpu_bandwidth() if is_cuda else read_cpu_bandwidth()
     print(f"decode: {engine.report.value('compute', 'decode')}; built in {load_s:.1f} s; weights of a step "
           f"{weight_bytes / 1e9:.2f} GB; memory is read at {bandwidth.median / 1e9:.0f} GB/s", flush=True)  # fmt: skip
     points = []
@@ -205,6 +205,11 @@ def count_weight_bytes(folder: str, dtype: DTypeChoice) -> int:
     size = 4 if dtype is DTypeChoice.FP32 else 2
     skeleton = build_model(spec, device=torch.device("meta"), dtype=torch.float32)
     return size * (sum(p.numel() for p in skeleton.parameters()) - spec.vocab_size * spec.hidden_size)
+
+
+def read_gpu_bandwidth() -> Quantiles:
+    """Bytes/s at which the GPU reads a large buffer."""
+    return gpu_read_rate(torch.device("cuda"))
 
 
 def read_cpu_bandwidth() -> Quantiles:
