@@ -33,7 +33,7 @@ class StepWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBytes:
-    """Bytes that one decode step moves: weights and KV by lane of attention, and what crosses the link."""
+    """Bytes that one decode step moves: weights, KV by lane of attention, and what else crosses the link."""
 
     weights: int
     kv: Mapping[Lane, int]
@@ -94,7 +94,7 @@ def decode_floor(step: StepBytes, rates: Rates) -> dict[str, float]:
     Formula on a GPU, whose lanes work side by side:
         gpu    (weights + KV in GPU memory) / GPU read rate
         cpu    KV in DRAM / DRAM read rate
-        link   bytes across the link / copy rate
+        link   (bytes across the link + KV in DRAM that the stream lane reads) / copy rate
     Where the accelerator is the CPU all lies in one memory and is read one after the other:
         dram   (weights + KV of both tiers) / DRAM read rate
     """
@@ -103,7 +103,7 @@ def decode_floor(step: StepBytes, rates: Rates) -> dict[str, float]:
     return {
         "gpu": (step.weights + step.kv.get(Lane.GPU, 0)) / rates.gpu,
         "cpu": step.kv.get(Lane.CPU, 0) / rates.dram,
-        "link": step.link / rates.link,
+        "link": (step.link + step.kv.get(Lane.STREAM, 0)) / rates.link,
     }
 
 

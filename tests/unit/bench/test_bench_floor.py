@@ -27,15 +27,15 @@ SPEC = ModelSpec(
     head_dim=8, vocab_size=100, max_context_len=512, norm_eps=1e-5, activation=Activation.SILU,
     rope=RopeSpec(theta=10000.0, dim=8), windows=(None, None), tie_embeddings=False,
 )  # fmt: skip
-STEP = StepBytes(weights=600, kv={Lane.GPU: 200, Lane.CPU: 300}, link=50)
+STEP = StepBytes(weights=600, kv={Lane.GPU: 200, Lane.CPU: 300, Lane.STREAM: 100}, link=50)
 
 
 def test_floor_of_one_memory_adds_all_bytes():
-    assert decode_floor(STEP, Rates(dram=100.0)) == {"dram": 11.0}
+    assert decode_floor(STEP, Rates(dram=100.0)) == {"dram": 12.0}
 
 
 def test_floor_on_a_gpu_has_a_time_for_each_lane():
-    assert decode_floor(STEP, Rates(dram=100.0, gpu=400.0, link=25.0)) == {"gpu": 2.0, "cpu": 3.0, "link": 2.0}
+    assert decode_floor(STEP, Rates(dram=100.0, gpu=400.0, link=25.0)) == {"gpu": 2.0, "cpu": 3.0, "link": 6.0}
 
 
 def test_best_rates_are_the_larger_of_each():
