@@ -33,12 +33,14 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """A run's record, its table for people, and its memory use (None: no engine was built)."""
+    """A run's record and its table for people; if an engine was built, its memory use and what its settings became, as
+    (section, name, value, why)."""
 
     record: dict[str, Any]
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     memory: MemoryUse | None = None
+    report: Sequence[tuple[str, str, str, str]] = ()
 
 
 def run_links(*, num_threads: int | None) -> Finished:
@@ -84,11 +86,16 @@ def run_decode(
     settings = {"steps": steps, "warmup": f"{NUM_WARMUP_STEPS} steps of each point"}
     record = {
         "bench": "decode", **run.opening, "settings": {**settings, **run.settings(text)},
-        "decode": run.engine.report.value("compute", "decode"),
         "rates": [links.record() for links in (run.before, after) if links is not None], "others": asdict(others),
-        "memory": memory.record(), "points": [point.record() for point in figures],
+        "memory": memory.record(), "became": run.became(), "points": [point.record() for point in figures],
     }  # fmt: skip
-    return Finished(record=record, columns=DECODE_COLUMNS, rows=[point.row() for point in figures], memory=memory)
+    return Finished(
+        record=record,
+        columns=DECODE_COLUMNS,
+        rows=[point.row() for point in figures],
+        memory=memory,
+        report=run.report(),
+    )
 
 
 def run_prefill(
@@ -120,9 +127,15 @@ def run_prefill(
         "bench": "prefill", **run.opening, "settings": {**settings, **run.settings(text)},
         "rates": [links.record() for links in (run.before, after) if links is not None],
         "gemm": [rate.record() for rate in gemm], "others": asdict(others),
-        "memory": memory.record(), "points": [point.record() for point in figures],
+        "memory": memory.record(), "became": run.became(), "points": [point.record() for point in figures],
     }  # fmt: skip
-    return Finished(record=record, columns=PREFILL_COLUMNS, rows=[point.row() for point in figures], memory=memory)
+    return Finished(
+        record=record,
+        columns=PREFILL_COLUMNS,
+        rows=[point.row() for point in figures],
+        memory=memory,
+        report=run.report(),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +174,14 @@ class _Run:
         """What floors are taken from: the better rates of before and after."""
         before = self.before.rates()
         return before if after is None else before.best(after.rates())
+
+    def report(self) -> list[tuple[str, str, str, str]]:
+        """What the settings became on this machine."""
+        return [row for row in self.engine.report.rows() if row[0] != "settings"]
+
+    def became(self) -> dict[str, str]:
+        """The same for the record."""
+        return {f"{section}.{name}": value for section, name, value, _ in self.report()}
 
     def settings(self, text: Path | None) -> dict[str, Any]:
         """The engine's settings and where tokens came from."""

@@ -1,7 +1,6 @@
 """`ambidex bench`: what the machine delivers, and how close the engine comes to it with a model and settings."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -178,7 +177,6 @@ def decode(
     assert isinstance(command, DecodeCommand), "the callback belongs to this command"
     chosen = command.choose(ctx, word)
     _check_output(output)
-    _show_settings(chosen.rows, verbose=verbose)
     with loading_bar(chosen.engine.model) as progress:
         finished = run_decode(
             chosen.engine,
@@ -187,6 +185,8 @@ def decode(
             text=text,
             progress=progress,
         )
+    if verbose:
+        print_table(("section", "name", "value", "source"), [*chosen.rows, *finished.report], err=True)
     _hand_out(finished, output, as_json=as_json)
     return 0
 
@@ -212,7 +212,6 @@ def prefill(
     assert isinstance(command, PrefillCommand), "the callback belongs to this command"
     chosen = command.choose(ctx, word)
     _check_output(output)
-    _show_settings(chosen.rows, verbose=verbose)
     with loading_bar(chosen.engine.model) as progress:
         finished = run_prefill(
             chosen.engine,
@@ -221,6 +220,8 @@ def prefill(
             text=text,
             progress=progress,
         )
+    if verbose:
+        print_table(("section", "name", "value", "source"), [*chosen.rows, *finished.report], err=True)
     _hand_out(finished, output, as_json=as_json)
     return 0
 
@@ -230,11 +231,6 @@ def _check_output(output: Path | None) -> None:
 
     if output is not None:
         check_output(output)
-
-
-def _show_settings(rows: Sequence[tuple[str, str, str, str]], *, verbose: bool) -> None:
-    if verbose:
-        print_table(("section", "name", "value", "source"), rows, err=True)
 
 
 def _show_memory(memory: "MemoryUse | None") -> None:

@@ -71,3 +71,12 @@ def test_bench_takes_engine_settings_alone() -> None:
     text = run_ambidex("bench", "decode", "--help").stdout
     assert "--kv-gpu-tokens" in text
     assert "--temperature" not in text
+
+
+def test_bench_verbose_says_what_settings_became(tmp_path: Path) -> None:
+    model = str(make_engine_folder(tmp_path))
+    args = ("--contexts", "8", "--steps", "1", "--num-threads", "1", "--kv-gpu-tokens", "100", "--json", "-v")
+    result = run_ambidex("bench", "decode", model, *args)
+    assert result.exit_code == 0, result.stderr
+    assert any("100 were asked for: rounded up to blocks of 64" in line for line in result.stderr.splitlines())
+    assert json.loads(result.stdout)["became"]["kv.kv_gpu_tokens"] == "128 tokens"
