@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,18 +28,21 @@ from ambidex.runner.device import choose_device
 
 logger = logging.getLogger(__name__)
 
+P = TypeVar("P")
+F = TypeVar("F")
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """A run's record and its table for people; if an engine was built, its memory use and what its settings became, as
-    (section, name, value, why)."""
+    (section, name, value, why). `num_left_out` points were not measured because of Ctrl-C."""
 
     record: dict[str, Any]
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     memory: MemoryUse | None = None
+    num_left_out: int = 0
     report: Sequence[tuple[str, str, str, str]] = ()
 
 
@@ -77,23 +80,25 @@ def run_decode(
     prompts = _prompts(run.engine, text)
     check_decode(run.engine, config, points, prompts, steps=steps)
     with watch_others() as others:
-        measured = [
-            measure_decode(run.engine, config, point, prompts, steps=steps, rates=run.before.rates())
-            for point in points
-        ]
+        measured = _until_interrupted(
+            points,
+            lambda point: measure_decode(run.engine, config, point, prompts, steps=steps, rates=run.before.rates()),
+        )
     memory, after = run.close()
     figures = [replace(point, rates=run.rates_with(after)) for point in measured]
     settings = {"steps": steps, "warmup": f"{NUM_WARMUP_STEPS} steps of each point"}
-    record = {
+    record: dict[str, Any] = {
         "bench": "decode", **run.opening, "settings": {**settings, **run.settings(text)},
         "rates": [links.record() for links in (run.before, after) if links is not None], "others": asdict(others),
         "memory": memory.record(), "became": run.became(), "points": [point.record() for point in figures],
+        "num_left_out": len(points) - len(figures),
     }  # fmt: skip
     return Finished(
         record=record,
         columns=DECODE_COLUMNS,
         rows=[point.row() for point in figures],
         memory=memory,
+        num_left_out=record["num_left_out"],
         report=run.report(),
     )
 
@@ -112,28 +117,30 @@ def run_prefill(
     check_prefill(run.engine, config, lengths, prompts)
     gemm = [gemm_rate(run.engine.figures, num_tokens=config.max_tokens_per_step)]
     with watch_others() as others:
-        measured = [
-            measure_prefill(
+        measured = _until_interrupted(
+            lengths,
+            lambda num_tokens: measure_prefill(
                 run.engine, config, num_tokens, prompts, rounds=rounds, rates=run.before.rates(), gemm=gemm[0]
-            )
-            for num_tokens in lengths
-        ]
+            ),
+        )
     gemm.append(gemm_rate(run.engine.figures, num_tokens=config.max_tokens_per_step))
     memory, after = run.close()
     rates, flops_per_s = run.rates_with(after), max(rate.flops_per_s.median for rate in gemm)
     figures = [replace(point, rates=rates, flops_per_s=flops_per_s) for point in measured]
     settings = {"rounds": rounds, "warmup": "each prompt once"}
-    record = {
+    record: dict[str, Any] = {
         "bench": "prefill", **run.opening, "settings": {**settings, **run.settings(text)},
         "rates": [links.record() for links in (run.before, after) if links is not None],
         "gemm": [rate.record() for rate in gemm], "others": asdict(others),
         "memory": memory.record(), "became": run.became(), "points": [point.record() for point in figures],
+        "num_left_out": len(lengths) - len(figures),
     }  # fmt: skip
     return Finished(
         record=record,
         columns=PREFILL_COLUMNS,
         rows=[point.row() for point in figures],
         memory=memory,
+        num_left_out=record["num_left_out"],
         report=run.report(),
     )
 
@@ -187,6 +194,22 @@ class _Run:
         """The engine's settings and where tokens came from."""
         values = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(self.config)}
         return {"tokens": "random" if text is None else text.name, "engine": values}
+
+
+def _until_interrupted(points: Sequence[P], measure: Callable[[P], F]) -> list[F]:
+    """Measure the points in their order; Ctrl-C ends that, but what has been measured is kept.
+
+    Raises:
+        KeyboardInterrupt: nothing has been measured yet.
+    """
+    measured: list[F] = []
+    try:
+        for point in points:
+            measured.append(measure(point))  # noqa: PERF401  # what is there must outlive an interrupt
+    except KeyboardInterrupt:
+        if not measured:
+            raise
+    return measured
 
 
 def _prompts(engine: Engine, text: Path | None) -> Prompts:

@@ -260,3 +260,6 @@ def _hand_out(finished: "Finished", output: Path | None, *, as_json: bool) -> No
         say(f"note: others used {busy:.2f} cores meanwhile: these figures are of a busy machine")
     if output is not None:
         append_record(output, finished.record)
+    if finished.num_left_out:
+        say(f"stopped: {finished.num_left_out} of the points were not measured")
+        raise KeyboardInterrupt

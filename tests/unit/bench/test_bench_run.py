@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ambidex.bench import links
+from ambidex.bench import links, run
+from ambidex.bench.decode import measure_decode
 from ambidex.bench.run import run_decode, run_links, run_prefill
 from ambidex.bench.workload import NUM_WARMUP_STEPS, Point
 from ambidex.core.config import EngineConfig, LoadFormat
@@ -128,3 +129,16 @@ def test_figures_are_kept_when_the_rates_cannot_be_measured_again(
     assert len(record["rates"]) == 1
     assert record["points"][0]["floor_s"] > 0
     assert "rates were not measured again" in caplog.text
+
+
+def test_points_measured_before_an_interrupt_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupt_at_batch_of_two(engine, config, point, *args, **settings):
+        if point.batch == 2:
+            raise KeyboardInterrupt
+        return measure_decode(engine, config, point, *args, **settings)
+
+    monkeypatch.setattr(run, "measure_decode", interrupt_at_batch_of_two)
+    finished = decode(make_config(folder), Point(context=8, batch=1), Point(context=8, batch=2))
+    assert (len(finished.rows), finished.num_left_out, finished.record["num_left_out"]) == (1, 1, 1)
+    with pytest.raises(KeyboardInterrupt):
+        decode(make_config(folder), Point(context=8, batch=2), Point(context=8, batch=1))
