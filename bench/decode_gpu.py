@@ -33,7 +33,16 @@ from ambidex.engine.engine import Engine
 from ambidex.formats.locate import find_model
 from ambidex.formats.spec import read_spec
 from ambidex.models.registry import build_model
-from harness import REPO, Quantiles, append_record, environment, probe_bytes, read_bandwidth, significant
+from harness import (
+    REPO,
+    Quantiles,
+    append_record,
+    environment,
+    gpu_read_rate,
+    probe_bytes,
+    read_bandwidth,
+    significant,
+)
 
 SHAPES: Final[Mapping[str, Mapping[str, object]]] = {
     "llama-3.1-8b": {
@@ -54,8 +63,6 @@ NUM_PROFILED_STEPS: Final = 5
 NUM_KERNELS: Final = 14
 """Kernels that a profile lists; the rest is summed up."""
 BLOCK_SIZE: Final = 64
-PROBE_BYTES: Final = 4 * 2**30
-"""Of the buffer that is read to measure a GPU's bandwidth: many times its last-level cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,24 +208,12 @@ def count_weight_bytes(folder: str, dtype: DTypeChoice) -> int:
 
 
 def read_gpu_bandwidth() -> Quantiles:
-    """Bytes/s at which the GPU reads a large buffer (torch's sum over fp32)."""
-    buffer = torch.ones(PROBE_BYTES // 4, dtype=torch.float32, device="cuda")
-    samples = []
-    for run_idx in range(12):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        buffer.sum()
-        end.record()
-        end.synchronize()
-        if run_idx >= 2:
-            samples.append(buffer.nbytes / (start.elapsed_time(end) / 1e3))
-    del buffer
-    torch.cuda.empty_cache()
-    return Quantiles.of(samples)
+    """Bytes/s at which the GPU reads a large buffer."""
+    return gpu_read_rate(torch.device("cuda"))
 
 
 def read_cpu_bandwidth() -> Quantiles:
-    """The same of this machine's DRAM, for runs without a GPU."""
+    """Bytes/s at which this machine's DRAM is read, for runs without a GPU."""
     return read_bandwidth(num_threads=torch.get_num_threads(), num_bytes=min(probe_bytes(), 2**28))
 
 

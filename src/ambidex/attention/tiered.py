@@ -1,13 +1,13 @@
 """`TieredAttention`: exact attention over keys that lie on several tiers, each attended by its own lane."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
 from ambidex.attention.cpu import CPULane
 from ambidex.attention.metadata import NewRows, build_step
 from ambidex.attention.own import attend_own
-from ambidex.attention.readers import Prepared, make_reader
+from ambidex.attention.readers import Prepared, Reader, make_reader
 from ambidex.attention.state import AttentionState, empty, merge
 from ambidex.core.errors import ShapeError
 from ambidex.core.ids import Lane, Tier
@@ -28,18 +28,29 @@ class TieredAttention:
         spec: heads, windows and head_dim (the scale is head_dim ** -0.5).
         pools: `Tier.GPU`, the accelerator's, and `Tier.DRAM`, in host memory, with blocks of one size; either may have
             zero blocks.
+        wrap: what stands in for the reader of a tier; None: the reader itself.
+        cpu_lane: None: the plain one.
 
     Attributes:
         pools: as given.
     """
 
-    def __init__(self, spec: ModelSpec, pools: Mapping[Tier, KVPool]) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        pools: Mapping[Tier, KVPool],
+        *,
+        wrap: Callable[[Tier, Reader], Reader] | None = None,
+        cpu_lane: CPULane | None = None,
+    ) -> None:
         self._scale = spec.head_dim**-0.5
         self._windows = spec.windows
         self.pools = {tier: pools[tier] for tier in _LANES}
         self._readers = {tier: make_reader(pool, scale=self._scale) for tier, pool in self.pools.items()}
+        if wrap is not None:
+            self._readers = {tier: wrap(tier, reader) for tier, reader in self._readers.items()}
         self._reads_own = [tier for tier, reader in self._readers.items() if reader.reads_own]
-        self._cpu = CPULane()
+        self._cpu = cpu_lane or CPULane()
         self.begin(())
 
     @property
@@ -53,7 +64,7 @@ class TieredAttention:
         Raises:
             InternalError: the blocks of a request do not cover its tokens, or lie on a tier without a pool.
         """
-        self._lane_bytes = dict.fromkeys(Lane, 0)
+        self._lane_bytes = dict.fromkeys(_LANES.values(), 0)
         self._step = build_step(
             requests,
             block_size=self.pools[Tier.GPU].spec.block_size,

@@ -68,7 +68,7 @@ def _answer_lines(
             if isinstance(answer, str):
                 results.write_error(line, answer)
             else:
-                results.write_answer(line, answer_json(answer))
+                results.write_answer(line, answer_json(answer, llm.token_text))
             advance()
     num_left_out = len(lines) - results.num_answered - results.num_failed
     if num_left_out:

@@ -149,5 +149,5 @@ def print_answer_json(llm: LLMService, chosen: ChosenSettings, prompt: str) -> i
     *_, output = llm.stream(prompt, chosen.sampling)
     if output.finish_reason is FinishReason.ERROR:
         raise RequestFailedError(output.error or "no reason given")
-    print_json({"model": chosen.engine.model, **answer_json(output), "stats": stats_json(llm.stats())})
+    print_json({"model": chosen.engine.model, **answer_json(output, llm.token_text), "stats": stats_json(llm.stats())})
     return 0

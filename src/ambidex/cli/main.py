@@ -9,12 +9,13 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NoReturn
 
 import click
 
+from ambidex.cli.bench import BenchGroup
 from ambidex.cli.chat import ChatCommand
 from ambidex.cli.config_file import closest
 from ambidex.cli.doctor import DoctorCommand
@@ -50,7 +51,9 @@ class AmbidexCommand(click.Group):
                 click.Option(["--version"], is_flag=True, is_eager=True, expose_value=False, callback=show_version,
                              help="show the version and exit"),
             ],
-            commands=[GenerateCommand(), ChatCommand(), ServeCommand(), ModelsCommand(), DoctorCommand()],
+            commands=[
+                GenerateCommand(), ChatCommand(), ServeCommand(), BenchGroup(), ModelsCommand(), DoctorCommand()
+            ],
         )  # fmt: skip
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> NoReturn:  # type: ignore[override]  # never returns, whatever click's standalone mode
@@ -104,11 +107,18 @@ def check_variables(group: click.Command, environ: Mapping[str, str]) -> None:
     Raises:
         ConfigError: there is one; names it and the closest known one.
     """
-    commands = [group, *group.commands.values()] if isinstance(group, click.Group) else [group]
-    known = [str(param.envvar) for command in commands for param in command.params if param.envvar is not None]
+    known = [str(param.envvar) for param in _all_params(group) if param.envvar is not None]
     for name in sorted(environ):
         if name.startswith("AMBIDEX_") and name not in known and not name.startswith(FOREIGN_VARIABLES):
             raise ConfigError(f"unknown environment variable {name}{closest(name, known)}: unset or correct it")
+
+
+def _all_params(command: click.Command) -> Iterator[click.Parameter]:
+    """Parameters of a command, and of those below it."""
+    yield from command.params
+    if isinstance(command, click.Group):
+        for below in command.commands.values():
+            yield from _all_params(below)
 
 
 def report_error(error: Exception) -> int:

@@ -44,6 +44,9 @@ class LLMService(Protocol):
     def render_chat(self, messages: Messages) -> list[int]:
         """Token ids of a conversation."""
 
+    def token_text(self, token_id: int) -> str:
+        """Text of one token as it stands inside a text."""
+
     def generate_each(
         self, prompts: Iterable[tuple[str | Sequence[int], SamplingParams]]
     ) -> "Generator[tuple[int, RequestOutput], None, None]":

@@ -24,7 +24,7 @@ from ambidex.core.errors import ConfigError
 
 
 class SettingsCommand(click.Command):
-    """A verb that runs a model: its own parameters, then the model, the file, `-v` and the settings."""
+    """A verb that runs a model: its own parameters, then the model, the file, `-v` and all settings, or those given."""
 
     def __init__(
         self,

@@ -75,7 +75,6 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title:
 
 def stats_rows(stats: "EngineStats") -> list[tuple[str, str]]:
     """What an engine did, for people."""
-    seconds = stats.seconds.get("total", 0.0)
     rows = [
         ("steps", str(stats.num_steps)),
         ("tokens computed", str(stats.num_computed_tokens)),
@@ -86,10 +85,12 @@ def stats_rows(stats: "EngineStats") -> list[tuple[str, str]]:
         ("block moves", f"{stats.num_moves}, {stats.num_failed_moves} failed"),
         ("preemptions", str(stats.num_preemptions)),
     ]  # fmt: skip
-    if seconds:
-        rows.append(
-            ("speed", f"{stats.num_output_tokens / seconds:.1f} answered tokens/s over {seconds:.1f} s of steps")
-        )
+    for name, num_tokens, seconds in (
+        ("prefill", stats.num_prefill_tokens, stats.prefill_seconds),
+        ("decode", stats.num_decode_tokens, stats.decode_seconds),
+    ):
+        if seconds:
+            rows.append((f"{name} speed", f"{num_tokens / seconds:.1f} tokens/s over {seconds:.1f} s of steps"))
     return rows
 
 
@@ -100,6 +101,10 @@ def stats_json(stats: "EngineStats") -> dict[str, Any]:
         "num_computed_tokens": stats.num_computed_tokens,
         "num_output_tokens": stats.num_output_tokens,
         "num_preemptions": stats.num_preemptions,
+        "num_prefill_tokens": stats.num_prefill_tokens,
+        "num_decode_tokens": stats.num_decode_tokens,
+        "prefill_seconds": stats.prefill_seconds,
+        "decode_seconds": stats.decode_seconds,
         "num_moves": stats.num_moves,
         "num_failed_moves": stats.num_failed_moves,
         "kv_bytes": dict(stats.kv_bytes),
@@ -109,8 +114,12 @@ def stats_json(stats: "EngineStats") -> dict[str, Any]:
     }
 
 
-def answer_json(output: "RequestOutput") -> dict[str, Any]:
-    """An answer for a script."""
+def answer_json(output: "RequestOutput", token_text: Callable[[int], str]) -> dict[str, Any]:
+    """An answer for a script.
+
+    Args:
+        token_text: text of a token id, for log-probabilities.
+    """
     answer: dict[str, Any] = {
         "text": output.text,
         "finish_reason": output.finish_reason,
@@ -119,7 +128,7 @@ def answer_json(output: "RequestOutput") -> dict[str, Any]:
         "token_ids": list(output.token_ids),
     }
     if output.logprobs is not None:
-        answer["logprobs"] = [_logprob_json(token) for token in output.logprobs]
+        answer["logprobs"] = [_logprob_json(token, token_text) for token in output.logprobs]
     return answer
 
 
@@ -158,9 +167,13 @@ def _progress(*columns: Any) -> Progress:
     return Progress(text, BarColumn(), *columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _logprob_json(token: SampledToken) -> dict[str, Any]:
+def _logprob_json(token: SampledToken, token_text: Callable[[int], str]) -> dict[str, Any]:
     return {
         "token_id": token.token_id,
+        "token": token_text(token.token_id),
         "logprob": token.logprob,
-        "top_logprobs": [{"token_id": token_id, "logprob": logprob} for token_id, logprob in token.top_logprobs],
+        "top_logprobs": [
+            {"token_id": token_id, "token": token_text(token_id), "logprob": logprob}
+            for token_id, logprob in token.top_logprobs
+        ],
     }

@@ -152,6 +152,11 @@ class EngineConfig:
         low=1,
         high=4096,
     )
+    trace: str | None = setting(
+        None,
+        SettingKind.TEXT,
+        "write a timeline of steps and lanes to this file, for ui.perfetto.dev; slows steps down",
+    )
     seed: int = setting(0, SettingKind.INT, "seed of dummy weights and of requests without a seed of their own", low=0)
 
     @classmethod

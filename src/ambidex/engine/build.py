@@ -22,8 +22,11 @@ from ambidex.core.units import format_size
 from ambidex.engine.core import EngineCore
 from ambidex.engine.engine import Engine
 from ambidex.engine.kv_format import KVFormat, choose_kv_format
+from ambidex.engine.kv_report import region_rows
 from ambidex.engine.memory import FreeMemory, MemoryPlan, plan_memory
-from ambidex.engine.report import EngineReport, ReportRow
+from ambidex.engine.report import EngineFigures, EngineReport, ReportRow
+from ambidex.engine.trace_file import open_tracer
+from ambidex.engine.traced import TracedCore
 from ambidex.formats.locate import ModelSource, find_model
 from ambidex.formats.spec import read_spec
 from ambidex.hw.memory import read_memory
@@ -39,6 +42,7 @@ from ambidex.runner.device import TORCH_DTYPES, activation_dtype, choose_device,
 from ambidex.runner.graphs import Capture, CudaCapture, DecodeForm, DecodeSteps, make_buckets
 from ambidex.runner.runner import Forward, ModelRunner, call_model
 from ambidex.runner.sampler import Sampler
+from ambidex.runner.tracing import trace_lanes
 from ambidex.sched.scheduler import Scheduler
 from ambidex.storage.copy import CopyBlock, CopyEngine, copy_block
 from ambidex.storage.kv_pool import KVPool, RowKVPool
@@ -94,6 +98,7 @@ def build_engine(
         ConfigError, ModelError: the settings or the model cannot be used.
         MachineError: the machine has not what they need.
     """
+    tracer = open_tracer(config.trace)
     choices = _choose(config, decode_form)
     tokenizer = load_tokenizer(choices.source)
     eos_ids = _eos_ids(choices.spec, tokenizer)
@@ -114,17 +119,29 @@ def build_engine(
         seed=config.seed,
     )
     stream_share, stream_why = _choose_stream_share(config, choices, pools)
+    trace = trace_lanes(tracer, choices.device, copy)
     runner = ModelRunner(
         model=model,
-        attention=TieredAttention(choices.spec, pools),
+        attention=TieredAttention(choices.spec, pools, wrap=trace.wrap, cpu_lane=trace.cpu_lane),
         sampler=Sampler(vocab_size=choices.spec.vocab_size, device=choices.device),
-        copies=CopyEngine(pools, copy=copy),
+        copies=CopyEngine(pools, copy=trace.copy),
         device=choices.device,
         forward=forward,
         decode_steps=_make_decode_steps(config, choices, model, pools, forward, stream_share, capture),
+        tracer=tracer,
+        device_clock=trace.device_clock,
     )
+
+    def kv_bytes() -> dict[Tier, int]:
+        return {
+            tier: (usage.used + usage.in_flight) * choices.kv.specs[tier].bytes_per_block
+            for tier, usage in kv_manager.usage().items()
+        }
+
     return Engine(
-        core=EngineCore(scheduler=scheduler, executor=runner),
+        core=EngineCore(scheduler=scheduler, executor=runner)
+        if not tracer.is_on
+        else TracedCore(scheduler=scheduler, executor=runner, tracer=tracer, kv_bytes=kv_bytes),
         tokenizer=tokenizer,
         chat_template=_chat_template(config, tokenizer),
         max_context_len=choices.memory.max_context_len,
@@ -132,10 +149,16 @@ def build_engine(
         eos_ids=eos_ids,
         guides=GuideCompiler(tokenizer, vocab_size=choices.spec.vocab_size, eos_ids=eos_ids),
         report=_report(config, choices, pools, stream=(stream_share, stream_why)),
-        kv_bytes=lambda: {
-            tier: (usage.used + usage.in_flight) * choices.kv.specs[tier].bytes_per_block
-            for tier, usage in kv_manager.usage().items()
-        },
+        figures=EngineFigures(
+            spec=choices.spec,
+            device=str(choices.device),
+            dtype=choices.dtype,
+            num_threads=choices.num_threads,
+            kv=choices.kv.specs,
+            num_blocks=choices.memory.num_blocks,
+            ledger=choices.memory.ledger,
+        ),
+        kv_bytes=kv_bytes,
         kv_capacity={tier: pool.num_bytes for tier, pool in pools.items()},
         weights_bytes={
             tier: sum(entry.num_bytes for entry in choices.memory.ledger.entries(tier) if entry.owner == "weights")
@@ -144,13 +167,17 @@ def build_engine(
     )
 
 
+def default_num_threads(device: torch.device) -> int:
+    """CPU threads where none are asked for: the usable cores, of which a GPU's driver takes one."""
+    return max(1, read_topology().num_usable_cores - (device.type == "cuda"))
+
+
 def _choose(config: EngineConfig, decode_form: DecodeForm | None) -> _Choices:
     source = find_model(config.model)
     spec = read_spec(source)
-    topology = read_topology()
     device = choose_device(config.device)
     is_cuda = device.type == "cuda"
-    num_threads = config.num_threads or max(1, topology.num_usable_cores - is_cuda)  # one core is the driver's
+    num_threads = config.num_threads or default_num_threads(device)
     threads = _make_threads(num_threads, spin_us=LANE_SPIN_US if is_cuda else CPU_SPIN_US)
     dtype, dtype_why = choose_dtype(
         config.dtype,
@@ -384,6 +411,7 @@ def _report(
         )
         for tier in pools
     ]
+    facts += region_rows(config, num_gpu_blocks=memory.num_blocks[Tier.GPU], max_context_len=memory.max_context_len)
     for tier, pool in pools.items():
         pinned = f", {'pinned' if pool.is_pinned else 'not pinned'}" if choices.device.type == "cuda" else ""
         facts.append(

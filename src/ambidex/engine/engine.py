@@ -11,7 +11,7 @@ from ambidex.core.request import FinishReason, Request, SamplingParams
 from ambidex.core.step import SampledToken
 from ambidex.engine.core import EngineCore
 from ambidex.engine.outputs import AnswerText, RequestOutput
-from ambidex.engine.report import EngineReport
+from ambidex.engine.report import EngineFigures, EngineReport
 from ambidex.engine.stats import EngineStats
 from ambidex.text.chat import ChatTemplate
 from ambidex.text.guided import GuideCompiler
@@ -39,6 +39,7 @@ class Engine:
         vocab_size: int,
         eos_ids: frozenset[int],
         report: EngineReport,
+        figures: EngineFigures,
         kv_bytes: Callable[[], dict[Tier, int]],
         guides: GuideCompiler,
         kv_capacity: dict[Tier, int],
@@ -47,6 +48,7 @@ class Engine:
         self.core = core
         self.tokenizer = tokenizer
         self.report = report
+        self.figures = figures
         self.max_context_len = max_context_len
         self._guides = guides
         self.kv_capacity = kv_capacity

@@ -1,6 +1,13 @@
 """What the settings became: the effective configuration, with the reason of each choice."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+
+from ambidex.core.dtypes import DType
+from ambidex.core.ids import Tier
+from ambidex.core.kv_spec import KVSpec
+from ambidex.core.ledger import MemoryLedger
+from ambidex.core.model_spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,3 +55,19 @@ class EngineReport:
             if (fact.section, fact.name) == (section, name):
                 return fact
         raise KeyError((section, name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFigures:
+    """What a built engine is, in numbers, for those that compute with them; the report says it to people.
+
+    `device` is torch's name of the accelerator, `dtype` the format of weights, `kv` the cache as each tier keeps it.
+    """
+
+    spec: ModelSpec
+    device: str
+    dtype: DType
+    num_threads: int
+    kv: Mapping[Tier, KVSpec]
+    num_blocks: Mapping[Tier, int]
+    ledger: MemoryLedger

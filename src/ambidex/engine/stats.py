@@ -14,6 +14,9 @@ class EngineStats:
     `kv_bytes` are in use now, `peak_kv_bytes` were at most in use after a step; `lane_bytes` are bytes of K and V that
     each lane's attention has read; `seconds` are wall seconds by section of the steps. Replayed steps ran as captured
     CUDA graphs; after a graph failure they no longer do.
+
+    A step in which each request computes one token counts for decode, any other for prefill, with all its seconds.
+    `num_prefill_tokens` are those computed in chunks there, `num_decode_tokens` those answered in decode steps.
     """
 
     num_steps: int = 0
@@ -25,6 +28,10 @@ class EngineStats:
     num_failed_requests: int = 0
     num_replayed_steps: int = 0
     num_graph_failures: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
     kv_bytes: dict[Tier, int] = field(default_factory=dict)
     peak_kv_bytes: dict[Tier, int] = field(default_factory=dict)
     lane_bytes: Counter[Lane] = field(default_factory=Counter)
@@ -41,8 +48,19 @@ class EngineStats:
         self.num_replayed_steps += result.is_replayed
         self.num_graph_failures = result.num_graph_failures
         self.lane_bytes.update(result.lane_bytes)
+        self._record_speed(plan, result)
         for section, duration in result.seconds.items():
             self.seconds[section] = self.seconds.get(section, 0.0) + duration
+
+    def _record_speed(self, plan: StepPlan, result: StepResult) -> None:
+        chunks = [len(request.token_ids) for request in plan.requests if len(request.token_ids) > 1]
+        duration = result.seconds.get("total", 0.0)
+        if chunks:
+            self.num_prefill_tokens += sum(chunks)
+            self.prefill_seconds += duration
+        elif plan.requests:
+            self.num_decode_tokens += len(result.tokens)
+            self.decode_seconds += duration
 
     def record_kv(self, kv_bytes: dict[Tier, int]) -> None:
         """Note the bytes that requests hold on each tier now."""

@@ -48,6 +48,10 @@ class LLM:
         """The model's tokenizer."""
         return self._engine.tokenizer
 
+    def token_text(self, token_id: int) -> str:
+        """Text of one token as it stands inside a text, U+FFFD where it is a part of a character."""
+        return self._engine.tokenizer.token_text(token_id)
+
     def stats(self) -> EngineStats:
         """Counters since the engine was built."""
         return self._engine.stats

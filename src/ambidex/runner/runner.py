@@ -3,14 +3,17 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from ambidex.attention.tiered import TieredAttention
+from ambidex.attention.traced import CudaClock
 from ambidex.core.errors import InternalError, LaneError
 from ambidex.core.ids import Lane, RequestId
 from ambidex.core.step import SampledToken, StepPlan, StepResult
+from ambidex.core.trace import NullTracer, Tracer, Track
 from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.runner.graphs import DecodeOutput, DecodeSteps
 from ambidex.runner.input_batch import InputBatch
@@ -35,19 +38,21 @@ class _Computed:
 class SectionClock:
     """Wall seconds by section of one step."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracer: Tracer) -> None:
         self.seconds: dict[str, float] = {}
-        self._start = self._last = time.perf_counter()
+        self._tracer = tracer
+        self._start = self._last = time.perf_counter_ns()
 
     def lap(self, section: str) -> None:
         """Book the time since the last lap on `section`."""
-        now = time.perf_counter()
-        self.seconds[section] = self.seconds.get(section, 0.0) + now - self._last
+        now = time.perf_counter_ns()
+        self.seconds[section] = self.seconds.get(section, 0.0) + (now - self._last) / 1e9
+        self._tracer.add_span(Track.STEPS, section, self._last, now)
         self._last = now
 
     def total(self) -> float:
         """Seconds since the clock was made."""
-        return time.perf_counter() - self._start
+        return (time.perf_counter_ns() - self._start) / 1e9
 
 
 class ModelRunner:
@@ -56,6 +61,8 @@ class ModelRunner:
     Args:
         forward: how the model is called: `call_model`, or a test's that fails.
         decode_steps: decode steps of fixed shape; None: every step takes the ordinary path.
+        tracer: is told the sections of each step.
+        device_clock: tells what the device did meanwhile; None: nobody does.
     """
 
     def __init__(
@@ -68,6 +75,8 @@ class ModelRunner:
         device: torch.device,
         forward: Forward,
         decode_steps: DecodeSteps | None = None,
+        tracer: Tracer | None = None,
+        device_clock: CudaClock | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -76,6 +85,8 @@ class ModelRunner:
         self._device = device
         self._forward = forward
         self.decode_steps = decode_steps
+        self._tracer = tracer or NullTracer()
+        self._device_clock = device_clock
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -84,7 +95,9 @@ class ModelRunner:
         A request for which the accelerator has no memory left fails, the largest of the step first; the others are
         computed again without it. All requests of a step fail whose lanes lost each other.
         """
-        clock = SectionClock()
+        if self._device_clock is not None:
+            self._device_clock.begin_step()
+        clock = SectionClock(self._tracer)
         for request_id in plan.finished_requests:
             self._sampler.forget(request_id)
         for request in plan.new_requests:
@@ -95,7 +108,8 @@ class ModelRunner:
         computed = _Computed()
         while plan.requests:
             try:
-                computed = self._compute(plan, clock)
+                with self._device_clock.measure(Track.GPU, "compute") if self._device_clock else nullcontext():
+                    computed = self._compute(plan, clock)
                 break
             except torch.OutOfMemoryError as error:
                 largest = max(plan.requests, key=lambda request: len(request.token_ids) + request.start)
@@ -107,6 +121,8 @@ class ModelRunner:
                 logger.warning("the requests of a step failed: %s", error)
                 break
         clock.seconds["total"] = clock.total()
+        if self._device_clock is not None:
+            self._device_clock.end_step()
         return StepResult(
             tokens=computed.tokens,
             failures=failures | computed.failures,

@@ -1,13 +1,16 @@
 """The harness: quantiles, who else was busy, what the record says, and that record files only grow."""
 
+import importlib.util
 import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 import harness
+from ambidex.bench import machine
 from harness import CpuSeconds, Others, Quantiles
 
 
@@ -97,6 +100,21 @@ def test_environment_is_json_and_names_machine_and_versions():
     assert {"commit", "is_dirty", "date", "machine", "versions"} == set(record)
     assert record["machine"]["cores"] >= 1
     assert set(record["versions"]) == {"python", *harness.PACKAGES}
+
+
+def test_environment_of_an_installed_package_names_no_commit_of_the_tree_around_it(tmp_path):
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "theirs"]):
+        identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+        subprocess.run(["git", *identity, *command], cwd=tmp_path, check=True)
+    installed = tmp_path / "site" / "machine.py"
+    installed.parent.mkdir()
+    installed.write_text(Path(machine.__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("installed_machine", installed)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (module.environment()["commit"], module.environment()["is_dirty"]) == (None, None)
 
 
 def test_package_version_of_an_absent_package_is_none():

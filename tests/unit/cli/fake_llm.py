@@ -54,6 +54,8 @@ class FakeLLM:
         stats = EngineStats(num_steps=3, num_output_tokens=len(self.pieces), kv_bytes={Tier.GPU: 2048, Tier.DRAM: 0})
         stats.lane_bytes[Lane.CPU] = 4096
         stats.seconds["total"] = 0.5
+        stats.num_prefill_tokens, stats.prefill_seconds = 100, 0.25
+        stats.num_decode_tokens, stats.decode_seconds = 2, 0.25
         return stats
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
@@ -74,6 +76,9 @@ class FakeLLM:
         if any(message["role"] == "tool" for message in messages):
             raise RequestError("role tool is not known")
         return [len(message["content"]) for message in messages]
+
+    def token_text(self, token_id: int) -> str:
+        return f"<{token_id}>"
 
     def generate_each(
         self, prompts: Iterable[tuple[Prompt, SamplingParams]]

@@ -122,7 +122,8 @@ def test_json_is_one_object_with_counts_and_statistics() -> None:
     assert (answer["model"], answer["text"], answer["finish_reason"]) == ("m", "Hello wörld!", "stop")
     assert (answer["num_prompt_tokens"], answer["num_output_tokens"], answer["token_ids"]) == (2, 3, [0, 1, 2])
     assert answer["logprobs"][0] == {
-        "token_id": 5, "logprob": -0.5, "top_logprobs": [{"token_id": 5, "logprob": -0.5}],
+        "token_id": 5, "token": "<5>", "logprob": -0.5,
+        "top_logprobs": [{"token_id": 5, "token": "<5>", "logprob": -0.5}],
     }  # fmt: skip
     assert (answer["stats"]["kv_bytes"], answer["stats"]["lane_bytes"]) == ({"gpu": 2048, "dram": 0}, {"cpu": 4096})
 
