@@ -5,16 +5,18 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from ambidex.attention.cpu import CPULane
-from ambidex.attention.metadata import NewRows, build_step
+from ambidex.attention.metadata import NewRows, OldKeys, WindowView, build_step
 from ambidex.attention.own import attend_own
 from ambidex.attention.readers import Prepared, make_reader
 from ambidex.attention.state import AttentionState, empty, merge
+from ambidex.attention.stream import StreamLane
 from ambidex.core.errors import ShapeError
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.step import ScheduledRequest
 from ambidex.kernels import api
 from ambidex.storage.kv_pool import KVPool
+from ambidex.storage.tile_writer import TileWriter
 
 _LANES = {Tier.GPU: Lane.GPU, Tier.DRAM: Lane.CPU}
 
@@ -28,15 +30,26 @@ class TieredAttention:
         spec: heads, windows and head_dim (the scale is head_dim ** -0.5).
         pools: `Tier.GPU`, the accelerator's, and `Tier.DRAM`, in host memory, with blocks of one size; either may have
             zero blocks.
+        stream: attends on the accelerator over keys in DRAM that many queries see; None: the CPU lane does.
+        writer: writes new rows into the DRAM pool from the accelerator; None: the host does, and waits for them.
     """
 
-    def __init__(self, spec: ModelSpec, pools: Mapping[Tier, KVPool]) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        pools: Mapping[Tier, KVPool],
+        *,
+        stream: StreamLane | None = None,
+        writer: TileWriter | None = None,
+    ) -> None:
         self._scale = spec.head_dim**-0.5
         self._windows = spec.windows
         self._pools = {tier: pools[tier] for tier in _LANES}
         self._readers = {tier: make_reader(pool, scale=self._scale) for tier, pool in self._pools.items()}
         self._reads_own = [tier for tier, reader in self._readers.items() if reader.reads_own]
         self._cpu = CPULane()
+        self._stream = stream
+        self._writer = writer
         self.begin(())
 
     @property
@@ -58,14 +71,25 @@ class TieredAttention:
             devices={tier: pool.device for tier, pool in self._pools.items()},
             reads_own=self._reads_own,
         )
+        streamed = {
+            window: [part for part in view.old[Tier.DRAM] if self._is_streamed(Tier.DRAM, part)]
+            for window, view in self._step.views.items()
+        }
         self._prepared: dict[int | None, dict[Tier, Prepared]] = {
             window: {
                 tier: self._readers[tier].prepare(parts, self._step.num_tokens)
-                for tier, parts in view.old.items()
-                if parts
+                for tier, all_parts in view.old.items()
+                if (parts := [part for part in all_parts if not self._is_streamed(tier, part)])
             }
             for window, view in self._step.views.items()
         }
+        self._num_streamed = {
+            window: sum(part.keys.stop - part.keys.start for part in parts) for window, parts in streamed.items()
+        }
+        if self._writer is not None:
+            self._writer.begin(requests)
+        if self._stream is not None:
+            self._stream.begin(streamed)
 
     def attend(
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, angles: tuple[Tensor, Tensor] | None = None
@@ -82,15 +106,18 @@ class TieredAttention:
             [T, Hq, D] in the dtype of q.
         Raises:
             ShapeError: T is not what `begin` was told, or the tensors do not fit the pools.
-        Cost: on CUDA, waits for q if the step has old keys in DRAM.
+        Cost: on CUDA, waits for q if the CPU attends over old keys in DRAM.
         """
         if q.shape[0] != self._step.num_tokens:
             raise ShapeError(f"q: expected T={self._step.num_tokens} tokens of this step, got {q.shape[0]}")
         if angles is not None:
             q, k = api.rotate(q, *angles), api.rotate(k, *angles)
-        view, prepared = self._step.views[self._windows[layer_idx]], self._prepared[self._windows[layer_idx]]
+        window = self._windows[layer_idx]
+        view, prepared = self._step.views[window], self._prepared[window]
         for new in self._step.new_rows:
             self._store(layer_idx, new, k, v)
+        if self._writer is not None and Tier.DRAM in prepared:
+            self._writer.join()  # the CPU lane reads what was just stored, once q has arrived
         pending = self._cpu.begin(layer_idx, q, prepared[Tier.DRAM]) if Tier.DRAM in prepared else None
         states = []
         if view.own is not None:
@@ -98,13 +125,28 @@ class TieredAttention:
             states.append(attend_own(q, pool.round(k), pool.round(v), view.own, scale=self._scale))
         if Tier.GPU in prepared:
             states.append(prepared[Tier.GPU].attend(layer_idx, q))
+        if self._stream is not None and self._num_streamed[window]:
+            states = [self._stream.attend(layer_idx, q, _join(states, q))]
         if pending is not None:
             states.append(pending.wait())
-        for tier, num_keys in view.num_keys.items():
-            self._lane_bytes[_LANES[tier]] += num_keys * self._pools[tier].spec.bytes_per_token_layer
+        if self._writer is not None and layer_idx == len(self._windows) - 1:
+            self._writer.join()  # moves and later steps read the rows
+        self._count_bytes(view, self._num_streamed[window])
         return _join(states, q).out.to(q.dtype)
 
+    def _is_streamed(self, tier: Tier, part: OldKeys) -> bool:
+        return tier is Tier.DRAM and self._stream is not None and self._stream.takes(part)
+
+    def _count_bytes(self, view: WindowView, num_streamed: int) -> None:
+        for tier, num_keys in view.num_keys.items():
+            num_here = num_keys - num_streamed if tier is Tier.DRAM else num_keys
+            self._lane_bytes[_LANES[tier]] += num_here * self._pools[tier].spec.bytes_per_token_layer
+        self._lane_bytes[Lane.STREAM] += num_streamed * self._pools[Tier.DRAM].spec.bytes_per_token_layer
+
     def _store(self, layer_idx: int, new: NewRows, k: Tensor, v: Tensor) -> None:
+        if new.tier is Tier.DRAM and self._writer is not None:
+            self._writer.write(layer_idx, k, v)
+            return
         pool = self._pools[new.tier]
         k, v = (rows if new.rows is None else rows[new.rows] for rows in (k, v))
         pool.store(layer_idx, new.slots, k.to(pool.device), v.to(pool.device))

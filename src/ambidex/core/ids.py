@@ -26,7 +26,9 @@ class KVPart(StrEnum):
 
 
 class Lane(StrEnum):
-    """Who attends over a part of the keys: the accelerator or the CPU."""
+    """Who attends over a part of the keys: the accelerator, the CPU, or the accelerator over keys that lie in DRAM and
+    are copied to it for the occasion."""
 
     GPU = "gpu"
     CPU = "cpu"
+    STREAM = "stream"
