@@ -57,8 +57,8 @@ def test_stream_buffers_hold_a_ring_of_pieces_and_the_rows_of_one() -> None:
     kv = KVSpec.of(SPEC, dtype=DType.INT8, block_size=64, order=KVOrder.TILES)
     buffers = StreamBuffers.of(kv, max_context_len=200, number_bytes=2)
     row_size, heads = kv.row_size, kv.num_kv_heads
-    tokens = 4 * 64  # the context is shorter than a full piece
-    assert buffers.num_bytes == tokens * (4 * 2 * heads * (row_size + 4) + 2 * heads * SPEC.head_dim * 2)
+    tokens = 4 * 64  # blocks: the context is shorter than a full piece
+    assert buffers.num_bytes == tokens * (3 * 2 * heads * (row_size + 4) + 2 * heads * SPEC.head_dim * 2)
 
 
 def test_stream_buffers_stand_in_the_ledger() -> None:

@@ -16,7 +16,13 @@ NAMES = [
 ]
 """(device, implementation)."""
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
-SHAPES = [(16, 64), (64, 128), (48, 80), (32, 20)]
+SHAPES = [
+    (16, 64),
+    (64, 80),
+    (32, 20),
+    pytest.param(64, 128, marks=pytest.mark.gpu),
+    pytest.param(64, 256, marks=pytest.mark.gpu),
+]
 """(block size, head_dim): depth of a tile of V as its format's and less, padded rows, several tiles a row."""
 
 

@@ -91,6 +91,7 @@ class StreamLane:
             parts: those that this lane takes, by window.
         Cost: on CUDA, one small copy a part and one for each mask.
         """
+        self._ring.stop()
         self._views = {
             window: tuple(piece for part in of_window for piece in self._cut(part))
             for window, of_window in parts.items()

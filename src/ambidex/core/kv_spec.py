@@ -10,12 +10,12 @@ from ambidex.core.units import MIB
 
 TILE_TOKENS: Final = 16
 """A block in tile order holds a multiple of so many tokens: the rows of an AMX tile, the lanes of an AVX-512 vector."""
-STREAM_BUFFERS: Final = 4
-"""Pieces of the stream lane that are on their way or waiting to be attended: two would do to copy while the other is
-attended; more let the link go on while a layer's products run, when no piece is used up."""
-STREAM_PIECE_BYTES: Final = 16 * MIB
-"""Bytes of a piece in the compute format, if the context has them: 0.3 ms of a link of 55 GB/s, several times what
-launching its copies and kernels takes."""
+STREAM_BUFFERS: Final = 3
+"""Pieces of the stream lane that are on their way or waiting to be attended. Two would do to copy one while another is
+attended; a third lets the link go on while a layer's products run, when no piece is used up."""
+STREAM_PIECE_BYTES: Final = 32 * MIB
+"""Bytes of a piece in the compute format, if the context has them: 0.6 ms of a link of 55 GB/s. Each piece costs one
+more merge of all queries' states, so larger ones are better; 8192 tokens of 8 heads of 128 16-bit numbers."""
 TILE_DIMS: Final = 32
 """A row in tile order is padded to a multiple of so many numbers: the bf16 pairs of an AMX tile's row."""
 

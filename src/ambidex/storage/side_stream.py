@@ -1,10 +1,8 @@
 """`SideStream`: work beside what the current stream computes. On a CPU everything runs at once, and nothing waits."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
 
 
 class SideStream:
@@ -20,20 +18,12 @@ class SideStream:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types here
 
-    @contextmanager
-    def active(self, *inputs: Tensor) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[object]:
         """What is launched inside runs on this stream.
 
-        Args:
-            inputs: tensors of the current stream that are read there: their memory is not given away before that.
+        NOTE: memory of the current stream that is read there must live until the current stream has joined.
         """
-        if self._stream is None:
-            yield
-            return
-        for tensor in inputs:
-            tensor.record_stream(self._stream)
-        with torch.cuda.stream(self._stream):
-            yield
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def wait_for_current(self) -> None:
         """What is launched here from now on comes behind all that the current stream was given."""

@@ -1,10 +1,10 @@
 """`TileRing`: pieces of a pool in host memory on their way to the accelerator, some ahead of who uses them.
 
-    piece        0    1    2    3    4    5  …          in the order in which they will be used
-    buffer       0    1    2    3    0    1             a piece is copied when its buffer's last one was used up
+    piece        0    1    2    3    4  …               in the order in which they will be used
+    buffer       0    1    2    0    1                  a piece is copied when its buffer's last one was used up
 
-    copies     | 0 | 1 | 2 | 3 |   wait   | 4 |         on a stream of their own
-    computing              | 0 | 1 |   other work       on the current stream: waits for a piece, frees its buffer
+    copies     | 0 | 1 | 2 |   wait   | 3 | 4 |         on a stream of their own
+    computing          | 0 | 1 |   other work           on the current stream: waits for a piece, frees its buffer
 
 Both ways an event keeps the order: `arrived` before a piece is read, `used` before its buffer is written again.
 """
@@ -87,6 +87,12 @@ class TileRing:
         for _ in pieces[:STREAM_BUFFERS]:
             self._send()
 
+    def stop(self) -> None:
+        """What the current stream is given from now on comes behind all copies: what they read may go."""
+        self._stream.join_current()
+        self._pieces = ()
+        self._num_sent = self._num_taken = 0
+
     def take(self) -> tuple[Tensor, ...]:
         """The next piece's K, V and for int8 their scales, each [Hkv, n, …] in the pool's order.
 
@@ -109,7 +115,7 @@ class TileRing:
     def _send(self) -> None:
         layer_idx, blocks = self._pieces[self._num_sent]
         buffer = self._num_sent % STREAM_BUFFERS
-        with self._stream.active(blocks.device_ids):
+        with self._stream.active():
             self._used[buffer].wait()
             for source, to in zip(self._pool.layer_tensors(layer_idx), self._views(buffer, blocks), strict=True):
                 self._copy(source, to, blocks)

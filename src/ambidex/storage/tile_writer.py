@@ -25,6 +25,7 @@ class TileWriter:
         self._device = device
         self._stream = SideStream(device)
         self._jobs: Tensor | None = None
+        self._held: tuple[Tensor, ...] = ()  # rows that are being read on the other stream
 
     def begin(self, requests: Sequence[ScheduledRequest]) -> None:
         """Note where the new rows of a step go; what an earlier step left is joined.
@@ -36,11 +37,16 @@ class TileWriter:
         self._jobs = torch.tensor(jobs, dtype=torch.int64).to(self._device, non_blocking=True) if jobs else None
 
     def write(self, layer_idx: int, k: Tensor, v: Tensor) -> None:
-        """Write those of the step's rows [T, Hkv, D] that belong here, in a floating format."""
+        """Write those of the step's rows [T, Hkv, D] that belong here, in a floating format.
+
+        Rows of the layer before are joined first: they were written long ago, and their memory is wanted.
+        """
         if self._jobs is None:
             return
+        self.join()
+        self._held = (k, v)
         self._stream.wait_for_current()
-        with self._stream.active(k, v, self._jobs):
+        with self._stream.active():
             self._pool.write_rows(
                 slice(layer_idx, layer_idx + 1), self._jobs, k.transpose(0, 1)[None], v.transpose(0, 1)[None]
             )
@@ -48,6 +54,7 @@ class TileWriter:
     def join(self) -> None:
         """What the current stream is given from now on finds all rows written."""
         self._stream.join_current()
+        self._held = ()
 
 
 def make_jobs(requests: Sequence[ScheduledRequest], pool: TiledKVPool) -> list[tuple[int, int, int, int]]:

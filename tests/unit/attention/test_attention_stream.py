@@ -60,7 +60,7 @@ def test_streamed_keys_in_every_format_equal_whole_context(
         world.step(work)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_streamed_keys_of_random_steps_equal_whole_context(data: st.DataObject) -> None:
     windows = tuple(data.draw(st.lists(st.none() | st.integers(1, 60), min_size=1, max_size=3)))

@@ -20,7 +20,7 @@ _TILE_WORDS: Final = 4096
 """16 KiB: 4 loads of 16 bytes for each of 256 threads."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ids", "num_tiles"])  # they differ from piece to piece
 def _fetch_kernel(
     pool_ptr, ids_ptr, out_ptr, num_ids, num_tiles, pool_head_stride,
     WORDS: tl.constexpr, TILE: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
@@ -44,5 +44,5 @@ def fetch_blocks(pool: Tensor, block_ids: Tensor, out: Tensor) -> None:
     num_tiles = pool.shape[0] * len(block_ids) * triton.cdiv(num_words, _TILE_WORDS)
     _fetch_kernel[(min(_NUM_PROGRAMS, num_tiles),)](
         words, block_ids, targets, len(block_ids), num_tiles, words.stride(0),
-        WORDS=num_words, TILE=_TILE_WORDS, NUM_PROGRAMS=min(_NUM_PROGRAMS, num_tiles), num_warps=8,
+        WORDS=num_words, TILE=_TILE_WORDS, NUM_PROGRAMS=_NUM_PROGRAMS, num_warps=8,
     )  # fmt: skip

@@ -57,7 +57,7 @@ def _unpack_part(
     tl.store(targets, values.to(out_ptr.dtype.element_ty), mask=(dims < HEAD_DIM)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])  # it differs from piece to piece
 def _unpack_kernel(
     k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, k_out_ptr, v_out_ptr, num_blocks,
     HEAD_DIM: tl.constexpr, ROW: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DEPTH: tl.constexpr,
