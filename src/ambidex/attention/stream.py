@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ambidex.attention.metadata import OldKeys
-from ambidex.attention.state import AttentionState, merge
+from ambidex.attention.state import AttentionState, merge_rows
 from ambidex.attention.tiles import MAX_NATIVE_QUERIES
 from ambidex.core.kv_spec import StreamBuffers
 from ambidex.kernels import api, tiles
@@ -115,7 +115,7 @@ class StreamLane:
         for piece in pieces:
             k, v = self._rows_of(piece)
             out, lse = api.attend(q[piece.rows], k, v, scale=self._scale, mask=piece.mask)
-            state = _join(state, AttentionState(out, lse), piece.rows)
+            state = merge_rows(state, AttentionState(out, lse), piece.rows)
         self._next_layer = self._first_with_pieces(layer_idx + 1)
         return state
 
@@ -158,12 +158,3 @@ class StreamLane:
         tiles.unpack_blocks(k_tiles, v_tiles, k, v, k_scales=k_scales, v_scales=v_scales)
         self._ring.free()
         return k[:, piece.keys], v[:, piece.keys]
-
-
-def _join(state: AttentionState, part: AttentionState, rows: slice) -> AttentionState:
-    """The state, and in some of its rows a part with other keys; `out` fp32."""
-    if rows == slice(0, len(state.lse)):
-        return merge(state, part)
-    joined = merge(AttentionState(state.out[rows], state.lse[rows]), part)
-    state.out[rows], state.lse[rows] = joined.out, joined.lse
-    return state

@@ -1,6 +1,7 @@
 """`TieredAttention`: exact attention over keys that lie on several tiers, each attended by its own lane."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -8,7 +9,7 @@ from ambidex.attention.cpu import CPULane
 from ambidex.attention.metadata import NewRows, OldKeys, WindowView, build_step
 from ambidex.attention.own import attend_own
 from ambidex.attention.readers import Prepared, make_reader
-from ambidex.attention.state import AttentionState, empty, merge
+from ambidex.attention.state import AttentionState, empty, merge, merge_rows
 from ambidex.attention.stream import StreamLane
 from ambidex.core.errors import ShapeError
 from ambidex.core.ids import Lane, Tier
@@ -75,14 +76,19 @@ class TieredAttention:
             window: [part for part in view.old[Tier.DRAM] if self._is_streamed(Tier.DRAM, part)]
             for window, view in self._step.views.items()
         }
-        self._prepared: dict[int | None, dict[Tier, Prepared]] = {
-            window: {
-                tier: self._readers[tier].prepare(parts, self._step.num_tokens)
-                for tier, all_parts in view.old.items()
-                if (parts := [part for part in all_parts if not self._is_streamed(tier, part)])
-            }
-            for window, view in self._step.views.items()
-        }
+        self._cpu_rows: dict[int | None, slice] = {}
+        self._prepared: dict[int | None, dict[Tier, Prepared]] = {}
+        for window, view in self._step.views.items():
+            self._prepared[window] = {}
+            for tier, all_parts in view.old.items():
+                parts = [part for part in all_parts if not self._is_streamed(tier, part)]
+                num_tokens = self._step.num_tokens
+                if parts and tier is Tier.DRAM:
+                    rows = slice(parts[0].rows.start, parts[-1].rows.stop)
+                    parts, num_tokens = [_shifted(part, rows.start) for part in parts], rows.stop - rows.start
+                    self._cpu_rows[window] = rows
+                if parts:
+                    self._prepared[window][tier] = self._readers[tier].prepare(parts, num_tokens)
         self._num_streamed = {
             window: sum(part.keys.stop - part.keys.start for part in parts) for window, parts in streamed.items()
         }
@@ -118,7 +124,8 @@ class TieredAttention:
             self._store(layer_idx, new, k, v)
         if self._writer is not None and Tier.DRAM in prepared:
             self._writer.join()  # the CPU lane reads what was just stored, once q has arrived
-        pending = self._cpu.begin(layer_idx, q, prepared[Tier.DRAM]) if Tier.DRAM in prepared else None
+        cpu_rows = self._cpu_rows.get(window, slice(0, 0))  # the others' queries need not cross the link
+        pending = self._cpu.begin(layer_idx, q[cpu_rows], prepared[Tier.DRAM]) if Tier.DRAM in prepared else None
         states = []
         if view.own is not None:
             pool = self._pools[Tier.GPU]
@@ -127,8 +134,10 @@ class TieredAttention:
             states.append(prepared[Tier.GPU].attend(layer_idx, q))
         if self._stream is not None and self._num_streamed[window]:
             states = [self._stream.attend(layer_idx, q, _join(states, q))]
-        if pending is not None:
+        if pending is not None and cpu_rows == slice(0, len(q)):
             states.append(pending.wait())
+        elif pending is not None:
+            states = [merge_rows(_join(states, q), pending.wait(), cpu_rows)]
         if self._writer is not None and layer_idx == len(self._windows) - 1:
             self._writer.join()  # moves and later steps read the rows
         self._count_bytes(view, self._num_streamed[window])
@@ -150,6 +159,11 @@ class TieredAttention:
         pool = self._pools[new.tier]
         k, v = (rows if new.rows is None else rows[new.rows] for rows in (k, v))
         pool.store(layer_idx, new.slots, k.to(pool.device), v.to(pool.device))
+
+
+def _shifted(part: OldKeys, num_rows: int) -> OldKeys:
+    """The part among the rows from `num_rows` on."""
+    return replace(part, rows=slice(part.rows.start - num_rows, part.rows.stop - num_rows))
 
 
 def _join(states: Sequence[AttentionState], q: Tensor) -> AttentionState:
