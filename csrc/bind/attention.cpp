@@ -3,6 +3,7 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
 
 #include <cmath>
 #include <cstdint>
@@ -12,6 +13,7 @@
 #include "bind/arrays.h"
 #include "bind/attention.h"
 #include "core/check.h"
+#include "ops/script.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -64,10 +66,11 @@ const float* scales_of(const char* name, const std::optional<Scales>& scales, co
   return scales->data();
 }
 
-void bind_attend(AttentionPool& self, const ConstBytes<3>& q, std::string_view q_number, const ConstBytes<4>& k,
-                 const ConstBytes<4>& v, std::string_view number, const std::optional<Scales>& k_scales,
-                 const std::optional<Scales>& v_scales, const KeyBatch& batch, float scale, const Array<float, 3>& out,
-                 const Array<float, 2>& lse, std::optional<std::string_view> isa) {
+// All but the keys.
+AttendCall make_call(const ConstBytes<3>& q, std::string_view q_number, const ConstBytes<4>& k, const ConstBytes<4>& v,
+                     std::string_view number, const std::optional<Scales>& k_scales,
+                     const std::optional<Scales>& v_scales, float scale, const Array<float, 3>& out,
+                     const Array<float, 2>& lse) {
   AttendCall call{};
   call.number = find_number(number);
   call.q_number = find_number(q_number);
@@ -85,11 +88,6 @@ void bind_attend(AttentionPool& self, const ConstBytes<3>& q, std::string_view q
   call.group_size = num_q_heads / call.num_kv_heads;
   call.head_dim = q.shape(2);
   check_size("k", "head_dim, padded to a multiple of 32", k, 3, padded(call.head_dim));
-  check_size("q", "the rows of the batch", q, 0, batch.num_rows());
-  AMBIDEX_CHECK(batch.block_size() == k.shape(2), "batch: made for blocks of ", batch.block_size(), " tokens, k has ",
-                k.shape(2));
-  AMBIDEX_CHECK(batch.num_pool_blocks() <= call.num_blocks, "batch: names block ", batch.num_pool_blocks() - 1,
-                ", k has ", call.num_blocks, " blocks");
   for (std::size_t axis = 0; axis < 3; ++axis) check_size("out", "an axis of q", out, axis, q.shape(axis));
   for (std::size_t axis = 0; axis < 2; ++axis) check_size("lse", "an axis of q", lse, axis, q.shape(axis));
   AMBIDEX_CHECK(std::isfinite(scale) && scale > 0.0f, "scale: expected a positive number, got ", scale);
@@ -100,11 +98,58 @@ void bind_attend(AttentionPool& self, const ConstBytes<3>& q, std::string_view q
   call.v = static_cast<const char*>(v.data());
   call.q = q.data();
   call.scale = scale;
+  call.num_rows = q.shape(0);
   call.out = out.data();
   call.lse = lse.data();
+  return call;
+}
+
+void check_batch(const AttendCall& call, const KeyBatch& batch) {
+  AMBIDEX_CHECK(batch.num_rows() == call.num_rows, "q: expected ", batch.num_rows(),
+                " for the rows of the batch (axis 0), got ", call.num_rows);
+  AMBIDEX_CHECK(batch.block_size() == call.tiles.block_size, "batch: made for blocks of ", batch.block_size(),
+                " tokens, k has ", call.tiles.block_size);
+  AMBIDEX_CHECK(batch.num_pool_blocks() <= call.num_blocks, "batch: names block ", batch.num_pool_blocks() - 1,
+                ", k has ", call.num_blocks, " blocks");
+}
+
+void bind_attend(AttentionPool& self, const ConstBytes<3>& q, std::string_view q_number, const ConstBytes<4>& k,
+                 const ConstBytes<4>& v, std::string_view number, const std::optional<Scales>& k_scales,
+                 const std::optional<Scales>& v_scales, const KeyBatch& batch, float scale, const Array<float, 3>& out,
+                 const Array<float, 2>& lse, std::optional<std::string_view> isa) {
+  const AttendCall call = make_call(q, q_number, k, v, number, k_scales, v_scales, scale, out, lse);
+  check_batch(call, batch);
   const Isa chosen = choose_isa(isa);
   nb::gil_scoped_release release;
   self.attend(chosen, call, batch);
+}
+
+using Words = Array<std::int32_t, 2>;
+
+void make_script(AttentionScript* self, AttentionPool& pool, const Words& asked, const Words& answered,
+                 std::optional<std::string_view> isa) {
+  check_size("asked", "a word in each cache line", asked, 1, AttentionScript::kWordStride);
+  check_size("answered", "a word in each cache line", answered, 1, AttentionScript::kWordStride);
+  check_size("answered", "the layers of asked", answered, 0, asked.shape(0));
+  new (self) AttentionScript(pool, choose_isa(isa), asked.data(), answered.data(), asked.shape(0));
+}
+
+void bind_add_layer(AttentionScript& self, const ConstBytes<3>& q, std::string_view q_number, const ConstBytes<4>& k,
+                    const ConstBytes<4>& v, std::string_view number, const std::optional<Scales>& k_scales,
+                    const std::optional<Scales>& v_scales, float scale, const Array<float, 3>& out,
+                    const Array<float, 2>& lse) {
+  AMBIDEX_CHECK(self.layers().size() < self.num_layers(), "add_layer: all ", self.num_layers(), " layers are there");
+  self.add_layer(make_call(q, q_number, k, v, number, k_scales, v_scales, scale, out, lse));
+}
+
+std::size_t bind_run(AttentionScript& self, const std::vector<const KeyBatch*>& batches, double limit_s) {
+  AMBIDEX_CHECK(self.layers().size() == self.num_layers() && batches.size() == self.num_layers(), "run: expected ",
+                self.num_layers(), " layers and batches, got ", self.layers().size(), " and ", batches.size());
+  AMBIDEX_CHECK(limit_s >= 0.0 && limit_s <= 3600.0, "limit_s: expected 0 to 3600 seconds, got ", limit_s);
+  for (std::size_t layer = 0; layer < batches.size(); ++layer) check_batch(self.layers()[layer], *batches[layer]);
+  const auto limit = std::chrono::microseconds(static_cast<std::int64_t>(limit_s * 1e6));
+  nb::gil_scoped_release release;
+  return self.run(batches, limit);
 }
 
 void bind_store_rows(AttentionPool& self, std::string_view part, const Bytes<4>& pool, const Ids& slots,
@@ -172,6 +217,15 @@ void bind_attention(nb::module_& m) {
            "rows"_a.noconvert())
       .def("gather_rows", &bind_gather_rows, "part"_a, "pool"_a.noconvert(), "block_ids"_a.noconvert(), "first_key"_a,
            "rows"_a.noconvert());
+  nb::class_<AttentionScript>(m, "AttentionScript")
+      .def("__init__", &make_script, "pool"_a, "asked"_a.noconvert(), "answered"_a.noconvert(), nb::kw_only(),
+           "isa"_a = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
+      .def("add_layer", &bind_add_layer, "q"_a.noconvert(), "q_number"_a, "k"_a.noconvert(), "v"_a.noconvert(),
+           "number"_a, "k_scales"_a.noconvert().none(), "v_scales"_a.noconvert().none(), "scale"_a,
+           "out"_a.noconvert(), "lse"_a.noconvert(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(),
+           nb::keep_alive<1, 5>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 10>(),
+           nb::keep_alive<1, 11>())
+      .def("run", &bind_run, "batches"_a, "limit_s"_a);
   m.def("exp2", &bind_exp2, "x"_a.noconvert(), "y"_a.noconvert(), nb::kw_only(), "isa"_a = nb::none());
 }
 

@@ -13,6 +13,7 @@
 #include "bind/arrays.h"
 #include "bind/attention.h"
 #include "bind/linear.h"
+#include "bind/rows.h"
 #include "bind/threads.h"
 #include "core/check.h"
 #include "ops/merge.h"
@@ -93,4 +94,5 @@ NB_MODULE(_native, m) {
   ambidex::bind_threads(m);
   ambidex::bind_attention(m);
   ambidex::bind_linear(m);
+  ambidex::bind_rows(m);
 }

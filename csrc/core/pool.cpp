@@ -3,6 +3,7 @@
 #include <chrono>
 
 #include "core/check.h"
+#include "core/pause.h"
 
 #if defined(__linux__)
 #include <pthread.h>
@@ -14,12 +15,6 @@ namespace {
 
 // A reading of the clock costs about as much as this many pauses.
 constexpr int kPausesPerReading = 16;
-
-void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
 
 // Waits a little for other threads; one of them may need this processor.
 void wait(int spins) {

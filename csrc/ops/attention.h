@@ -55,6 +55,7 @@ struct AttendCall {
   KVTiles tiles;
   std::size_t num_kv_heads, num_blocks;
   Number q_number;
+  std::size_t num_rows;     // T
   const void* q;            // [T, Hq, D]
   std::size_t group_size, head_dim;  // Hq = Hkv * group_size
   float scale;

@@ -4,3 +4,4 @@
 #include "ops/linear-inl.h"
 #include "ops/merge-inl.h"
 #include "ops/read-inl.h"
+#include "ops/rows-inl.h"

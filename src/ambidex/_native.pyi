@@ -37,6 +37,35 @@ def merge_states(
 def exp2(x: npt.NDArray[np.float32], y: npt.NDArray[np.float32], *, isa: str | None = None) -> None:
     """2^x of each number, as the attention kernels compute it, for tests: x [n], y [n]."""
 
+def rms_norm(
+    x: npt.NDArray[np.float32],
+    weight: npt.NDArray[np.float32],
+    eps: float,
+    y: npt.NDArray[np.float32],
+    *,
+    isa: str | None = None,
+) -> None:
+    """x / sqrt(mean(x²) + eps) · weight over the last axis, into y of the same shape."""
+
+def silu_mul(
+    gate: npt.NDArray[np.float32],
+    up: npt.NDArray[np.float32],
+    y: npt.NDArray[np.float32],
+    *,
+    isa: str | None = None,
+) -> None:
+    """silu(gate) · up, into y of the same shape."""
+
+def rotate(
+    x: npt.NDArray[np.float32],
+    cos: npt.NDArray[np.float32],
+    sin: npt.NDArray[np.float32],
+    y: npt.NDArray[np.float32],
+    *,
+    isa: str | None = None,
+) -> None:
+    """Turn the first numbers of each head of x [T, H, D] by cos and sin [T, dim/2], into y."""
+
 class KeyBatch:
     """Which keys each request of a step sees: see `ambidex.kernels.cpu.native.KeyBatch`.
 
@@ -152,3 +181,29 @@ class AttentionPool:
         first_key: int,
         rows: npt.NDArray[np.generic],
     ) -> None: ...
+
+class AttentionScript:
+    """The CPU lane of a captured step: see `ambidex.kernels.cpu.native.AttentionScript`; words are [L, 16]."""
+
+    def __init__(
+        self,
+        pool: AttentionPool,
+        asked: npt.NDArray[np.int32],
+        answered: npt.NDArray[np.int32],
+        *,
+        isa: str | None = None,
+    ) -> None: ...
+    def add_layer(
+        self,
+        q: npt.NDArray[np.generic],
+        q_number: str,
+        k: npt.NDArray[np.generic],
+        v: npt.NDArray[np.generic],
+        number: str,
+        k_scales: npt.NDArray[np.generic] | None,
+        v_scales: npt.NDArray[np.generic] | None,
+        scale: float,
+        out: npt.NDArray[np.float32],
+        lse: npt.NDArray[np.float32],
+    ) -> None: ...
+    def run(self, batches: Sequence[KeyBatch], limit_s: float) -> int: ...

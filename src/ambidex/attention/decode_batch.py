@@ -1,33 +1,64 @@
-"""`DecodeBatch`: turns the requests of a decode step into the arrays of `DecodeInputs`.
+"""`DecodeBatch`: turns the requests of a decode step into the arrays of `DecodeInputs`, and into the CPU lane's keys.
 
-What changes little from step to step is kept: the block ids of each request as an array, and which of them a row of the
-device's table already holds. A step in which no request came, went or opened two blocks sends no table at all.
+    block        gpu 7 | dram 2 | dram 5 | gpu 4        the newest block is on the accelerator
+    table        7  4                                   keys side by side: those of blocks 7 and 4
+    streamed     2                                      the first of those in DRAM, for the stream lane
+    key batch    5                                      the others, for the CPU lane
+
+What changes little from step to step is kept: the block ids of each request as arrays, which of them a row of the
+device's table already holds, and the CPU lane's key batches. A step in which no request came, went, moved a block or
+opened two sends no table at all.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ambidex.attention.decode_inputs import DecodeInputs
 from ambidex.core.ids import RequestId, Tier
 from ambidex.core.step import BlockRef, ScheduledRequest
+from ambidex.kernels.cpu.native import KeyBatch
+
+_TIERS: Final = (Tier.GPU, Tier.DRAM)
 
 
-@dataclass(slots=True, kw_only=True)
+class _TierBlocks:
+    """The blocks of one request on one tier, in ascending position: their ids, and their places in the context."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.ids: NDArray[np.int64] = np.zeros(0, np.int64)  # at least `num` long
+        self.places: NDArray[np.int64] = np.zeros(0, np.int64)
+
+    def append(self, block_id: int, place: int) -> None:
+        if self.num == len(self.ids):
+            self.ids, self.places = (np.resize(array, 2 * self.num + 16) for array in (self.ids, self.places))
+        self.ids[self.num], self.places[self.num] = block_id, place
+        self.num += 1
+
+    def num_hidden_rows(self, first_visible: int, block_size: int) -> int:
+        """Rows of the blocks, side by side, that lie before the position `first_visible`."""
+        place, offset = divmod(first_visible, block_size)
+        num_blocks = int(self.places[: self.num].searchsorted(place))
+        is_cut = num_blocks < self.num and self.places[num_blocks] == place
+        return num_blocks * block_size + (offset if is_cut else 0)
+
+
+@dataclass(slots=True)
 class _Context:
     """The blocks of one request as they were last seen."""
 
     blocks: tuple[BlockRef, ...] = ()
-    ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))  # at least as long as `blocks`
-    last_elsewhere: int = -1
-    """Index of the last block that does not lie on the accelerator; −1: all do."""
+    tiers: dict[Tier, _TierBlocks] = field(default_factory=lambda: {tier: _TierBlocks() for tier in _TIERS})
 
 
 @dataclass(frozen=True, slots=True)
 class _SentRow:
-    """What a row of the device's table holds: the first `num_blocks` blocks of a context."""
+    """What a row of the device's table holds: the accelerator's blocks of a context."""
 
     context: _Context
     blocks: tuple[BlockRef, ...]
@@ -39,31 +70,45 @@ class DecodeBatch:
     Args:
         inputs: the buffers that are filled.
         block_size: tokens of a block.
+        has_cpu_lane: steps may have keys in DRAM.
+        stream_share: of each request's blocks in DRAM that the stream lane takes, 0 to 1; 0 where layers have windows.
     """
 
-    def __init__(self, inputs: DecodeInputs, *, block_size: int) -> None:
+    def __init__(self, inputs: DecodeInputs, *, block_size: int, has_cpu_lane: bool, stream_share: float = 0.0) -> None:
         self._inputs = inputs
         self._block_size = block_size
+        self._has_cpu_lane = has_cpu_lane
+        self._stream_share = stream_share if inputs.windows == (None,) else 0.0
         self._contexts: dict[RequestId, _Context] = {}
         self._sent: list[_SentRow | None] = [None] * inputs.max_rows
         self._row_starts = np.arange(inputs.max_rows, dtype=np.int64) * inputs.max_blocks
         self._widest = None if None in inputs.windows else max(w for w in inputs.windows if w is not None)
-        self.num_keys: Mapping[int | None, int] = {}
+        self._batched: tuple[object, ...] = ()
+        self._batched_contexts: tuple[tuple[_Context, tuple[BlockRef, ...]], ...] = ()
+        self.num_keys: Mapping[int | None, dict[Tier, int]] = {}
         """Keys that the step's attention reads under each window, all requests together."""
+        self.key_batches: Mapping[int | None, KeyBatch] | None = None
+        """The CPU lane's keys under each window; None: no key of this step lies in DRAM."""
+        self.num_streamed = 0
+        """Keys that the stream lane reads in each layer, all requests together."""
 
     def try_prepare(self, requests: Sequence[ScheduledRequest], num_rows: int) -> bool:
         """Fill and send the inputs of a step of `num_rows` rows, if the step has the form that they can describe.
 
-        That is: each request has one new token, and all keys that it sees lie on the accelerator.
+        That is: each request has one new token, whose block lies on the accelerator, and no key that it sees lies
+        where no lane reads it.
 
         Args:
             num_rows: at least the number of requests, at most what the inputs hold; the rest is padding.
         Returns:
             False if a request has another form; then nothing is sent.
-        Cost: about a microsecond a request, and one small copy to the device.
+        Cost: about a microsecond a request, and one small copy to the device; where blocks in DRAM came or went, or a
+            window moved over them, a microsecond for each thousand of them.
         """
         num = len(requests)
         if not 0 < num <= num_rows or any(len(request.token_ids) != 1 for request in requests):
+            return False
+        if any(request.blocks[-1].tier is not Tier.GPU for request in requests):
             return False
         positions = np.array([request.start for request in requests], np.int64)
         num_blocks = np.array([len(request.blocks) for request in requests], np.int64)
@@ -71,23 +116,35 @@ class DecodeBatch:
         if (num_blocks != last_places + 1).any() or num_blocks.max() > self._inputs.max_blocks:
             return False
         contexts = self._update_contexts(requests)
-        if self._is_elsewhere(contexts, positions):
+        is_split = self._sees_dram(contexts, positions)
+        if is_split and not self._has_cpu_lane:
             return False
         self._inputs.wait_sent()
         table_rows = self._write_table(contexts, num_rows)
+        num_table_blocks = np.array([context.tiers[Tier.GPU].num for context in contexts], np.int64)
         last_blocks = np.array([request.blocks[-1].block_id for request in requests], np.int64)
         host = self._inputs.host(num_rows)
         host.token_ids[:num] = [request.token_ids[0] for request in requests]
         host.positions[:num] = positions
         host.slots[:num] = last_blocks * self._block_size + positions % self._block_size
         host.table_places[:] = self._row_starts[:num_rows]
-        host.table_places[:num] += last_places
+        host.table_places[:num] += num_table_blocks - 1
         host.last_blocks[:num] = last_blocks
         if num < num_rows:
             host.token_ids[num:], host.positions[num:], host.last_blocks[num:] = 0, 0, 0
             host.slots[num:] = -1
-        self.num_keys = {window: self._write_keys(window, positions, num_rows) for window in self._inputs.windows}
-        self._inputs.send(num_rows, table_rows=table_rows)
+        num_table_keys = (num_table_blocks - 1) * self._block_size + positions % self._block_size + 1
+        self.num_keys = {
+            window: {Tier.GPU: self._write_keys(window, contexts, positions, num_table_keys, num_rows), Tier.DRAM: 0}
+            for window in self._inputs.windows
+        }
+        stream_rows = range(0)
+        if is_split:
+            stream_rows = self._make_key_batches(contexts, positions, num_rows)
+        else:
+            self.key_batches, self._batched, self.num_streamed = None, (), 0
+            host.num_streamed[:] = 0
+        self._inputs.send(num_rows, table_rows=table_rows, stream_rows=stream_rows)
         return True
 
     def _update_contexts(self, requests: Sequence[ScheduledRequest]) -> list[_Context]:
@@ -96,22 +153,23 @@ class DecodeBatch:
             context = known.get(request.request_id)
             if context is None:
                 context = known[request.request_id] = _Context()
-            if context.blocks is not request.blocks and context.blocks != request.blocks:
+            if context.blocks is not request.blocks:
                 _follow(context, request.blocks)
             found.append(context)
         if len(known) > 2 * self._inputs.max_rows:  # requests that have ended, or that decode no longer
             self._contexts = {request.request_id: known[request.request_id] for request in requests}
         return found
 
-    def _is_elsewhere(self, contexts: Sequence[_Context], positions: NDArray[np.int64]) -> bool:
+    def _sees_dram(self, contexts: Sequence[_Context], positions: NDArray[np.int64]) -> bool:
         """Whether any request sees a key that does not lie on the accelerator."""
-        if all(context.last_elsewhere < 0 for context in contexts):
+        dram = [context.tiers[Tier.DRAM] for context in contexts]
+        if not any(blocks.num for blocks in dram):
             return False
         if self._widest is None:
             return True
-        last_elsewhere = np.array([context.last_elsewhere for context in contexts], np.int64)
+        last_places = np.array([blocks.places[blocks.num - 1] if blocks.num else -1 for blocks in dram], np.int64)
         first_visible = np.maximum(positions - self._widest + 1, 0) // self._block_size
-        return bool((last_elsewhere >= first_visible).any())
+        return bool((last_places >= first_visible).any())
 
     def _write_table(self, contexts: Sequence[_Context], num_rows: int) -> range:
         """Write the rows whose blocks the device does not know into the host's table; returns what must be sent."""
@@ -129,33 +187,104 @@ class DecodeBatch:
             return range(0)
         table = self._inputs.host_table()
         for row in range(first, last + 1):
-            table[row, : len(contexts[row].blocks)] = contexts[row].ids[: len(contexts[row].blocks)]
+            blocks = contexts[row].tiers[Tier.GPU]
+            table[row, : blocks.num] = blocks.ids[: blocks.num]
         return range(first, last + 1)
 
-    def _write_keys(self, window: int | None, positions: NDArray[np.int64], num_rows: int) -> int:
+    def _write_keys(
+        self,
+        window: int | None,
+        contexts: Sequence[_Context],
+        positions: NDArray[np.int64],
+        num_table_keys: NDArray[np.int64],
+        num_rows: int,
+    ) -> int:
+        """Write which keys of the table each row sees; returns how many all rows see."""
         host, num = self._inputs.host(num_rows), len(positions)
-        num_keys = positions + 1
+        hidden = np.zeros(num, np.int64)
         if window is not None:
-            num_keys = np.minimum(num_keys, window)
-        host.first_key[window][:num], host.num_keys[window][:num] = positions + 1 - num_keys, num_keys
+            hidden = self._hidden_rows(Tier.GPU, window, contexts, positions)
+        num_keys = num_table_keys - hidden
+        host.first_key[window][:num], host.num_keys[window][:num] = hidden, num_keys
         if num < num_rows:
             host.first_key[window][num:], host.num_keys[window][num:] = 0, 0
         return int(num_keys.sum())
+
+    def _hidden_rows(
+        self, tier: Tier, window: int, contexts: Sequence[_Context], positions: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Rows of each context's blocks on a tier that lie before its window."""
+        first_visible = np.maximum(positions - window + 1, 0)
+        if not any(context.tiers[Tier.DRAM].num for context in contexts):
+            return first_visible if tier is Tier.GPU else np.zeros_like(positions)
+        hidden = [
+            context.tiers[tier].num_hidden_rows(first, self._block_size)
+            for context, first in zip(contexts, first_visible.tolist(), strict=True)
+        ]
+        return np.array(hidden, np.int64)
+
+    def _make_key_batches(self, contexts: Sequence[_Context], positions: NDArray[np.int64], num_rows: int) -> range:
+        """The keys of the CPU lane and of the stream lane; returns the rows of the stream table that must be sent.
+
+        The last step's serve again while no block moved and no window cuts them.
+        """
+        batched = (num_rows, *[(id(context), id(context.blocks)) for context in contexts])
+        old = self.key_batches if self._inputs.windows == (None,) and self._batched == batched else None
+        blocks = [context.tiers[Tier.DRAM] for context in contexts]
+        num_blocks = np.array([item.num for item in blocks], np.int64)
+        num_streamed = (num_blocks * self._stream_share).astype(np.int64)
+        host = self._inputs.host(num_rows)
+        host.num_streamed[: len(blocks)] = num_streamed * self._block_size
+        host.num_streamed[len(blocks) :] = 0
+        self.num_streamed = int(num_streamed.sum()) * self._block_size
+        num_stored = (num_blocks - num_streamed) * self._block_size
+        made = {}
+        for window in self._inputs.windows:
+            hidden = np.zeros_like(positions)
+            if window is not None:
+                hidden = self._hidden_rows(Tier.DRAM, window, contexts, positions)
+            self.num_keys[window][Tier.DRAM] = int((num_stored - hidden).sum())
+            if old is None:
+                made[window] = self._key_batch(blocks, num_streamed, hidden, num_stored - hidden, num_rows)
+        # The contexts are kept with the key, so that no other object gets their ids.
+        self._batched, self._batched_contexts = batched, tuple((context, context.blocks) for context in contexts)
+        self.key_batches = old or made
+        if old is not None or not self.num_streamed:
+            return range(0)
+        table = self._inputs.host_stream_table()
+        for row, (item, num) in enumerate(zip(blocks, num_streamed.tolist(), strict=True)):
+            table[row, :num] = item.ids[:num]
+        return range(len(blocks))
+
+    def _key_batch(
+        self,
+        blocks: Sequence[_TierBlocks],
+        num_streamed: NDArray[np.int64],
+        first_key: NDArray[np.int64],
+        num_keys: NDArray[np.int64],
+        num_rows: int,
+    ) -> KeyBatch:
+        """One query a request, which sees the blocks behind the streamed ones, and padding that sees nothing."""
+        num_padding = num_rows - len(blocks)
+        ids = [item.ids[num : item.num] for item, num in zip(blocks, num_streamed.tolist(), strict=True)]
+        counts = [len(array) for array in ids] + [0] * num_padding
+        arrays = (
+            np.concatenate(ids),
+            np.cumsum([0, *counts]),
+            np.pad(first_key, (0, num_padding)),
+            np.pad(num_keys, (0, num_padding)),
+            np.arange(num_rows + 1),
+        )
+        return KeyBatch(*(torch.from_numpy(array.astype(np.int64)) for array in arrays), block_size=self._block_size)
 
 
 def _follow(context: _Context, blocks: tuple[BlockRef, ...]) -> None:
     """Take over a request's blocks; only those behind what both have in common are looked at."""
     num_known = len(context.blocks)
     if blocks[:num_known] != context.blocks:  # moved to another tier, or computed again after a preemption
-        num_known, context.last_elsewhere = 0, -1
-    if len(blocks) > len(context.ids):
-        grown = np.zeros(2 * len(blocks), np.int32)
-        grown[:num_known] = context.ids[:num_known]
-        context.ids = grown
-    for index in range(num_known, len(blocks)):
-        context.ids[index] = blocks[index].block_id
-        if blocks[index].tier is not Tier.GPU:
-            context.last_elsewhere = index
+        num_known, context.tiers = 0, {tier: _TierBlocks() for tier in _TIERS}
+    for place in range(num_known, len(blocks)):
+        context.tiers[blocks[place].tier].append(blocks[place].block_id, place)
     context.blocks = blocks
 
 

@@ -4,11 +4,11 @@ A step of B rows (requests, then padding) is described by arrays of B numbers, o
 that one copy brings them to the device:
 
     token_ids  positions  slots  table_places                int64
-    last_blocks  (first_key  num_keys) of each window        int32
+    last_blocks  num_streamed  (first_key  num_keys) of each window        int32
 
-and by the block table [rows, M], which stays on the device. A row's newest block is written into the table by the step
-itself (`table_places`, `last_blocks`), so that a context that grows costs no copy of its own. Padding has slot −1
-(nothing is stored) and no keys.
+and by two block tables [rows, M], which stay on the device: the accelerator's blocks, and those in DRAM that it
+streams. A row's newest block is written into the first table by the step itself (`table_places`, `last_blocks`), so
+that a context that grows costs no copy of its own. Padding has slot −1 (nothing is stored) and no keys.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _INT64_NAMES: Final = ("token_ids", "positions", "slots", "table_places")
+_INT32_NAMES: Final = ("last_blocks", "num_streamed")
 _ALIGNMENT: Final = 16
 """Bytes: kernels load from aligned pointers in wider pieces, and are compiled for one kind of pointer only."""
 
@@ -37,6 +38,8 @@ class DecodeRows:
     num_keys: Mapping[int | None, Tensor]  # by window: [B] int32
     table_places: Tensor  # [B] int64, into the flattened table
     last_blocks: Tensor  # [B] int32
+    stream_table: Tensor  # [B, M] int32
+    num_streamed: Tensor  # [B] int32, keys of the blocks in it
 
     def extend_table(self) -> None:
         """Write each row's newest block into the table; the step does it before its first layer."""
@@ -52,6 +55,7 @@ class HostRows:
     slots: NDArray[np.int64]
     table_places: NDArray[np.int64]
     last_blocks: NDArray[np.int32]
+    num_streamed: NDArray[np.int32]
     first_key: Mapping[int | None, NDArray[np.int32]]
     num_keys: Mapping[int | None, NDArray[np.int32]]
 
@@ -74,6 +78,8 @@ class DecodeInputs:
         self._device = torch.zeros(self._num_bytes(max_rows), dtype=torch.uint8, device=device)
         self._host_table = torch.zeros(max_rows, max_blocks, dtype=torch.int32, pin_memory=is_cuda)
         self._device_table = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
+        self._host_stream_table = torch.zeros(max_rows, max_blocks, dtype=torch.int32, pin_memory=is_cuda)
+        self._device_stream_table = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
         self._host_rows: dict[int, HostRows] = {}
         self._device_rows: dict[int, DecodeRows] = {}
         self._sent = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # torch has no types here
@@ -88,7 +94,7 @@ class DecodeInputs:
         if num_rows not in self._host_rows:
             arrays = self._cut(self._host, num_rows)
             self._host_rows[num_rows] = HostRows(
-                **{name: arrays[name].numpy() for name in (*_INT64_NAMES, "last_blocks")},
+                **{name: arrays[name].numpy() for name in (*_INT64_NAMES, *_INT32_NAMES)},
                 first_key={window: arrays[f"first_key {window}"].numpy() for window in self.windows},
                 num_keys={window: arrays[f"num_keys {window}"].numpy() for window in self.windows},
             )
@@ -99,28 +105,37 @@ class DecodeInputs:
         table: NDArray[np.int32] = self._host_table.numpy()
         return table
 
+    def host_stream_table(self) -> NDArray[np.int32]:
+        """Where to write rows of the table of streamed blocks, [max_rows, M]."""
+        table: NDArray[np.int32] = self._host_stream_table.numpy()
+        return table
+
     def device(self, num_rows: int) -> DecodeRows:
         """What a step of `num_rows` rows reads."""
         if num_rows not in self._device_rows:
             arrays = self._cut(self._device, num_rows)
             self._device_rows[num_rows] = DecodeRows(
-                **{name: arrays[name] for name in (*_INT64_NAMES, "last_blocks")},
+                **{name: arrays[name] for name in (*_INT64_NAMES, *_INT32_NAMES)},
                 block_table=self._device_table[:num_rows],
+                stream_table=self._device_stream_table[:num_rows],
                 first_key={window: arrays[f"first_key {window}"] for window in self.windows},
                 num_keys={window: arrays[f"num_keys {window}"] for window in self.windows},
             )
         return self._device_rows[num_rows]
 
-    def send(self, num_rows: int, *, table_rows: range) -> None:
-        """Bring a step's arrays, and the named rows of the table, to the device.
+    def send(self, num_rows: int, *, table_rows: range, stream_rows: range) -> None:
+        """Bring a step's arrays, and the named rows of the tables, to the device.
 
-        Cost: one small copy, and a second one if there are `table_rows`; waits for neither.
+        Cost: one small copy, and one more for each table of which there are rows; waits for none.
         """
         num_bytes = self._num_bytes(num_rows)
         self._device[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)
-        if table_rows:
-            rows = slice(table_rows.start, table_rows.stop)
-            self._device_table[rows].copy_(self._host_table[rows], non_blocking=True)
+        for named, device, host in (
+            (table_rows, self._device_table, self._host_table),
+            (stream_rows, self._device_stream_table, self._host_stream_table),
+        ):
+            if named:
+                device[named.start : named.stop].copy_(host[named.start : named.stop], non_blocking=True)
         if self._sent is not None:
             self._sent.record()
 
@@ -136,7 +151,7 @@ class DecodeInputs:
         return sum(_align(num_rows * dtype.itemsize) for _, dtype in self._arrays())
 
     def _arrays(self) -> list[tuple[str, torch.dtype]]:
-        int32_names = ["last_blocks", *(f"{name} {w}" for w in self.windows for name in ("first_key", "num_keys"))]
+        int32_names = [*_INT32_NAMES, *(f"{name} {w}" for w in self.windows for name in ("first_key", "num_keys"))]
         return [(name, torch.int64) for name in _INT64_NAMES] + [(name, torch.int32) for name in int32_names]
 
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from ambidex.attention.chunk_stream import ChunkStream
 from ambidex.attention.cpu import CPULane
 from ambidex.attention.metadata import NewRows, OldKeys, WindowView, build_step
 from ambidex.attention.own import attend_own
 from ambidex.attention.readers import Prepared, make_reader
 from ambidex.attention.state import AttentionState, empty, merge, merge_rows
-from ambidex.attention.stream import StreamLane
 from ambidex.core.errors import ShapeError
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.model_spec import ModelSpec
@@ -33,6 +33,9 @@ class TieredAttention:
             zero blocks.
         stream: attends on the accelerator over keys in DRAM that many queries see; None: the CPU lane does.
         writer: writes new rows into the DRAM pool from the accelerator; None: the host does, and waits for them.
+
+    Attributes:
+        pools: as given.
     """
 
     def __init__(
@@ -40,13 +43,13 @@ class TieredAttention:
         spec: ModelSpec,
         pools: Mapping[Tier, KVPool],
         *,
-        stream: StreamLane | None = None,
+        stream: ChunkStream | None = None,
         writer: TileWriter | None = None,
     ) -> None:
         self._scale = spec.head_dim**-0.5
         self._windows = spec.windows
-        self._pools = {tier: pools[tier] for tier in _LANES}
-        self._readers = {tier: make_reader(pool, scale=self._scale) for tier, pool in self._pools.items()}
+        self.pools = {tier: pools[tier] for tier in _LANES}
+        self._readers = {tier: make_reader(pool, scale=self._scale) for tier, pool in self.pools.items()}
         self._reads_own = [tier for tier, reader in self._readers.items() if reader.reads_own]
         self._cpu = CPULane()
         self._stream = stream
@@ -67,9 +70,9 @@ class TieredAttention:
         self._lane_bytes = dict.fromkeys(Lane, 0)
         self._step = build_step(
             requests,
-            block_size=self._pools[Tier.GPU].spec.block_size,
+            block_size=self.pools[Tier.GPU].spec.block_size,
             windows=self._windows,
-            devices={tier: pool.device for tier, pool in self._pools.items()},
+            devices={tier: pool.device for tier, pool in self.pools.items()},
             reads_own=self._reads_own,
         )
         streamed = {
@@ -128,7 +131,7 @@ class TieredAttention:
         pending = self._cpu.begin(layer_idx, q[cpu_rows], prepared[Tier.DRAM]) if Tier.DRAM in prepared else None
         states = []
         if view.own is not None:
-            pool = self._pools[Tier.GPU]
+            pool = self.pools[Tier.GPU]
             states.append(attend_own(q, pool.round(k), pool.round(v), view.own, scale=self._scale))
         if Tier.GPU in prepared:
             states.append(prepared[Tier.GPU].attend(layer_idx, q))
@@ -149,14 +152,14 @@ class TieredAttention:
     def _count_bytes(self, view: WindowView, num_streamed: int) -> None:
         for tier, num_keys in view.num_keys.items():
             num_here = num_keys - num_streamed if tier is Tier.DRAM else num_keys
-            self._lane_bytes[_LANES[tier]] += num_here * self._pools[tier].spec.bytes_per_token_layer
-        self._lane_bytes[Lane.STREAM] += num_streamed * self._pools[Tier.DRAM].spec.bytes_per_token_layer
+            self._lane_bytes[_LANES[tier]] += num_here * self.pools[tier].spec.bytes_per_token_layer
+        self._lane_bytes[Lane.STREAM] += num_streamed * self.pools[Tier.DRAM].spec.bytes_per_token_layer
 
     def _store(self, layer_idx: int, new: NewRows, k: Tensor, v: Tensor) -> None:
         if new.tier is Tier.DRAM and self._writer is not None:
             self._writer.write(layer_idx, k, v)
             return
-        pool = self._pools[new.tier]
+        pool = self.pools[new.tier]
         k, v = (rows if new.rows is None else rows[new.rows] for rows in (k, v))
         pool.store(layer_idx, new.slots, k.to(pool.device), v.to(pool.device))
 

@@ -130,6 +130,11 @@ class EngineConfig:
         512, SettingKind.INT, "token budget of one step; longer prompts are computed in chunks", unit="tokens", low=1
     )
     max_running_requests: int = _setting(64, SettingKind.INT, "requests computed in one step", unit="requests", low=1)
+    stream_percent: int | None = _setting(
+        None, SettingKind.INT,
+        "share of the keys in DRAM that a GPU reads over the link in decode steps, beside the CPU; default: from both "
+        "rates, measured", unit="%", low=0, high=100,
+    )  # fmt: skip
     cuda_graphs: CudaGraphs = _setting(
         CudaGraphs.AUTO, SettingKind.CHOICE, "auto replays decode steps as CUDA graphs where it can; off never does"
     )

@@ -13,7 +13,8 @@
     ├── MachineError                the machine: exit code 1, HTTP 5xx
     │   ├── TierFullError           no bytes left on a memory tier
     │   ├── NativeModuleError       the compiled module is missing or does not run here
-    │   └── CopyError               a copy between tiers failed
+    │   ├── CopyError               a copy between tiers failed
+    │   └── LaneError               the accelerator and the CPU lane lost each other
     ├── RequestFailedError          one request failed inside the engine (NaN logits, lost copy); others go on
     └── InternalError               an invariant of ours broke: exit code 1, HTTP 500
         └── ShapeError              an op was handed tensors that do not fit
@@ -90,6 +91,10 @@ class NativeModuleError(MachineError):
 
 class CopyError(MachineError):
     """A copy between tiers failed."""
+
+
+class LaneError(MachineError):
+    """The accelerator or the CPU lane did not do its part of a step in time; the requests of that step fail."""
 
 
 class RequestFailedError(AmbidexError):

@@ -26,8 +26,8 @@ class KVPart(StrEnum):
 
 
 class Lane(StrEnum):
-    """Who attends over a part of the keys: the accelerator, the CPU, or the accelerator over keys that lie in DRAM and
-    are copied to it for the occasion."""
+    """Who attends over a part of the keys: the accelerator over its own, the CPU over those in DRAM, or the accelerator
+    over keys in DRAM that it reads over the link."""
 
     GPU = "gpu"
     CPU = "cpu"

@@ -5,10 +5,12 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
 
-from ambidex.attention.stream import MIN_STREAMED_QUERIES, StreamLane
+from ambidex.attention.chunk_stream import MIN_STREAMED_QUERIES, ChunkStream
+from ambidex.attention.streamed import can_stream, measure_stream_share
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import CudaGraphs, EngineConfig, LoadFormat
 from ambidex.core.dtypes import DType
@@ -50,6 +52,11 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
+CPU_SPIN_US: Final = 50
+"""How long native threads look for work before they sleep when the accelerator is the CPU: torch needs the cores."""
+LANE_SPIN_US: Final = 2000
+"""The same beside a GPU: longer than its part of a layer, so that no layer begins with waking threads."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choices:
@@ -86,13 +93,13 @@ def build_engine(
         forward, copy: how the model is called and how a block is copied; a test hands in ones that fail.
         decode_form: how decode steps run; None: as the configuration and the device have it.
         capture: makes what captures them, if they are captured; a test hands in one that needs no GPU.
-        min_streamed: queries from which the stream lane reads keys in DRAM; None: as `StreamLane` has it on a GPU, and
+        min_streamed: queries from which the stream lane reads keys in DRAM; None: as `ChunkStream` has it on a GPU, and
             none on a CPU, which is where a test hands in a number.
     Raises:
         ConfigError, ModelError: the settings or the model cannot be used.
         MachineError: the machine has not what they need.
     """
-    choices = _choose(config, decode_form, can_stream=min_streamed is not None)
+    choices = _choose(config, decode_form, streams_chunks=min_streamed is not None)
     tokenizer = load_tokenizer(choices.source)
     torch.set_num_threads(choices.num_threads)
     model = _load_model(config, choices, progress)
@@ -110,6 +117,7 @@ def build_engine(
         max_context_len=choices.memory.max_context_len,
         seed=config.seed,
     )
+    stream_share, stream_why = _choose_stream_share(config, choices, pools)
     runner = ModelRunner(
         model=model,
         attention=_make_attention(choices, pools, min_streamed),
@@ -117,7 +125,7 @@ def build_engine(
         copies=CopyEngine(pools, copy=copy),
         device=choices.device,
         forward=forward,
-        decode_steps=_make_decode_steps(config, choices, model, pools[Tier.GPU], forward, capture),
+        decode_steps=_make_decode_steps(config, choices, model, pools, forward, stream_share, capture),
     )
     return Engine(
         core=EngineCore(scheduler=scheduler, executor=runner),
@@ -126,7 +134,7 @@ def build_engine(
         max_context_len=choices.memory.max_context_len,
         vocab_size=choices.spec.vocab_size,
         eos_ids=_eos_ids(choices.spec, tokenizer),
-        report=_report(config, choices, pools),
+        report=_report(config, choices, pools, stream=(stream_share, stream_why)),
         kv_bytes=lambda: {
             tier: (usage.used + usage.in_flight) * choices.kv.specs[tier].bytes_per_block
             for tier, usage in kv_manager.usage().items()
@@ -134,13 +142,14 @@ def build_engine(
     )
 
 
-def _choose(config: EngineConfig, decode_form: DecodeForm | None, *, can_stream: bool) -> _Choices:
+def _choose(config: EngineConfig, decode_form: DecodeForm | None, *, streams_chunks: bool) -> _Choices:
     source = find_model(config.model)
     spec = read_spec(source)
     topology = read_topology()
     device = choose_device(config.device)
-    num_threads = config.num_threads or topology.num_usable_cores
-    threads = _make_threads(num_threads)
+    is_cuda = device.type == "cuda"
+    num_threads = config.num_threads or max(1, topology.num_usable_cores - is_cuda)  # one core is the driver's
+    threads = _make_threads(num_threads, spin_us=LANE_SPIN_US if is_cuda else CPU_SPIN_US)
     dtype, dtype_why = choose_dtype(
         config.dtype,
         checkpoint=spec.dtype,
@@ -149,13 +158,12 @@ def _choose(config: EngineConfig, decode_form: DecodeForm | None, *, can_stream:
         has_native=threads is not None,
     )
     form, form_why = (decode_form, "asked for") if decode_form else _choose_decode_form(config, device)
-    has_row_ops = device.type == "cuda" or form is not DecodeForm.ORDINARY
+    has_row_ops = is_cuda or form is not DecodeForm.ORDINARY
     kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
     weights_bytes = _weights_bytes(spec, dtype, device)
     activations = activation_dtype(dtype, device)
-    can_stream = (can_stream or device.type == "cuda") and config.dram_memory != 0
     stream = None
-    if can_stream and kv.specs[Tier.DRAM].order is KVOrder.TILES:
+    if (streams_chunks or is_cuda) and config.dram_memory != 0 and kv.specs[Tier.DRAM].order is KVOrder.TILES:
         stream = StreamBuffers.of(
             kv.specs[Tier.DRAM],
             max_context_len=config.max_context_len or spec.max_context_len,
@@ -207,27 +215,60 @@ def _make_decode_steps(
     config: EngineConfig,
     choices: _Choices,
     model: CausalLM,
-    pool: KVPool,
+    pools: dict[Tier, KVPool],
     forward: Forward,
+    stream_share: float,
     capture: Callable[[], Capture],
 ) -> DecodeSteps | None:
-    if choices.decode_form is DecodeForm.ORDINARY or pool.num_blocks == 0:
+    if choices.decode_form is DecodeForm.ORDINARY or pools[Tier.GPU].num_blocks == 0:
         return None
     return DecodeSteps(
         model=model,
         spec=choices.spec,
         forward=forward,
-        pool=pool,
+        pools=pools,
         buckets=_decode_buckets(config),
         max_context_len=choices.memory.max_context_len,
+        stream_share=stream_share,
         capture=capture() if choices.decode_form is DecodeForm.CAPTURED else None,
     )
 
 
-def _make_threads(num_threads: int) -> ThreadPool | None:
+def _choose_stream_share(config: EngineConfig, choices: _Choices, pools: Mapping[Tier, KVPool]) -> tuple[float, str]:
+    """Which share of the keys in DRAM the GPU reads over the link in decode steps, and why.
+
+    Raises:
+        ConfigError: a share is asked for that cannot be had.
+    """
+    reason = _why_no_stream(choices, pools)
+    dram = pools[Tier.DRAM]
+    if reason is not None or not isinstance(dram, TiledKVPool):
+        if config.stream_percent:
+            raise ConfigError(f"--stream-percent {config.stream_percent} cannot be had, use 0: {reason}")
+        return 0.0, str(reason)
+    if config.stream_percent is not None:
+        return config.stream_percent / 100, "asked for"
+    return measure_stream_share(dram)
+
+
+def _why_no_stream(choices: _Choices, pools: Mapping[Tier, KVPool]) -> str | None:
+    """Why decode steps have no stream lane; None if they have one."""
+    dram = pools[Tier.DRAM]
+    if choices.decode_form is not DecodeForm.CAPTURED:
+        return choices.decode_form_why
+    if choose("attend_tiles", choices.device.type).name != "triton":
+        return choose("attend_tiles", choices.device.type).reason
+    if not isinstance(dram, TiledKVPool) or not dram.num_blocks:
+        return "no K and V lie in DRAM in tile order"
+    if not dram.is_pinned:
+        return "the driver refused to pin the DRAM tier"
+    return can_stream(choices.spec, dram, dtype=pools[Tier.GPU].k.dtype)
+
+
+def _make_threads(num_threads: int, *, spin_us: int) -> ThreadPool | None:
     """The threads of all native ops; None without the compiled module."""
     try:
-        return ThreadPool(num_threads)
+        return ThreadPool(num_threads, spin_us=spin_us)
     except NativeModuleError as error:
         logger.warning("native ops are not used: %s", error)
         return None
@@ -321,7 +362,7 @@ def _make_attention(choices: _Choices, pools: dict[Tier, KVPool], min_streamed: 
     spec, pool, device = choices.spec, pools[Tier.DRAM], choices.device
     if choices.stream is None or not isinstance(pool, TiledKVPool) or pool.num_blocks == 0:
         return TieredAttention(spec, pools)
-    stream = StreamLane(
+    stream = ChunkStream(
         pool,
         device=device,
         dtype=TORCH_DTYPES[activation_dtype(choices.dtype, device)],
@@ -334,7 +375,9 @@ def _make_attention(choices: _Choices, pools: dict[Tier, KVPool], min_streamed: 
     return TieredAttention(spec, pools, stream=stream, writer=writer)
 
 
-def _report(config: EngineConfig, choices: _Choices, pools: dict[Tier, KVPool]) -> EngineReport:
+def _report(
+    config: EngineConfig, choices: _Choices, pools: dict[Tier, KVPool], *, stream: tuple[float, str]
+) -> EngineReport:
     spec, memory, kv = choices.spec, choices.memory, choices.kv.specs
     facts = [
         ReportRow(section="model", name="name", value=choices.source.name),
@@ -349,6 +392,7 @@ def _report(config: EngineConfig, choices: _Choices, pools: dict[Tier, KVPool]) 
         ReportRow(section="compute", name="dtype", value=choices.dtype.value, why=choices.dtype_why),
         ReportRow(section="compute", name="threads", value=str(choices.num_threads)),
         ReportRow(section="compute", name="decode", value=choices.decode_form.value, why=choices.decode_form_why),
+        ReportRow(section="compute", name="stream_share", value=f"{stream[0]:.2f} of keys in DRAM", why=stream[1]),
         ReportRow(
             section="kv",
             name="max_context_len",

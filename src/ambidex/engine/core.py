@@ -16,13 +16,13 @@ class EngineCore:
     def __init__(self, *, scheduler: Scheduler, executor: Executor) -> None:
         self.scheduler = scheduler
         self.stats = EngineStats()
-        self._executor = executor
+        self.executor = executor
 
     def step(self) -> tuple[list[Request], Mapping[RequestId, SampledToken]]:
         """Run one step; returns the requests that got a token or ended, and the tokens."""
         plan = self.scheduler.schedule()
         try:
-            result = self._executor.execute(plan)
+            result = self.executor.execute(plan)
         except BaseException as error:  # Ctrl-C, too: the books are closed before it goes on
             self.scheduler.update(plan, _failed(plan, error))
             raise

@@ -33,7 +33,18 @@ class EngineReport:
         Raises:
             KeyError: there is none of that name.
         """
+        return self._find(section, name).value
+
+    def why(self, section: str, name: str) -> str:
+        """The reason of one fact.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        return self._find(section, name).why
+
+    def _find(self, section: str, name: str) -> ReportRow:
         for fact in self.facts:
             if (fact.section, fact.name) == (section, name):
-                return fact.value
+                return fact
         raise KeyError((section, name))

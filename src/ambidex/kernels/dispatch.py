@@ -16,13 +16,15 @@ logger = logging.getLogger(__name__)
 IMPLEMENTATIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "attend": ("reference", "torch"),
     "attend_paged": ("reference", "triton"),
+    "attend_tiles": ("reference", "triton"),
     "merge_states": ("reference", "native", "triton"),
     "linear": ("reference", "torch", "native"),
-    "rms_norm": ("reference", "torch", "triton"),
-    "add_rms_norm": ("reference", "torch", "triton"),
+    "rms_norm": ("reference", "torch", "native", "triton"),
+    "add_rms_norm": ("reference", "torch", "native", "triton"),
+    "rotate": ("reference", "native"),
     "layer_norm": ("reference", "torch"),
     "rotate_and_store": ("reference", "triton"),
-    "silu_mul": ("reference", "triton"),
+    "silu_mul": ("reference", "native", "triton"),
     "fetch_blocks": ("reference", "triton"),
     "unpack_blocks": ("reference", "triton"),
     "pack_blocks": ("reference", "triton"),
@@ -32,10 +34,11 @@ IMPLEMENTATIONS: Final[Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The implementation chosen for an op on a device type, and why."""
+    """The implementation chosen for an op on a device type, and why; forced: for tensors of every size."""
 
     name: str
     reason: str
+    is_forced: bool = False
 
 
 _overrides: dict[str, Choice] = {}
@@ -56,7 +59,7 @@ def override(op: str, name: str) -> Iterator[None]:
     if name not in IMPLEMENTATIONS.get(op, ()):
         raise InternalError(f"op {op} has no implementation {name}: choose from {IMPLEMENTATIONS.get(op, ())}")
     before = _overrides.get(op)
-    _overrides[op] = Choice(name, "forced by override")
+    _overrides[op] = Choice(name, "forced by override", is_forced=True)
     try:
         yield
     finally:
@@ -73,24 +76,38 @@ def _decide(op: str, device_type: str) -> Choice:
         return Choice("torch", "torch's flash and memory-efficient attention; the reference where neither applies")
     if device_type == "cuda" and "triton" in IMPLEMENTATIONS.get(op, ()):
         return _decide_triton(op)
+    if device_type == "cpu" and (why := _NATIVE_ON_CPU.get(op)):
+        return _decide_native(op, why)
+    return _decide_plain(op, device_type)
+
+
+_NATIVE_ON_CPU: Final[Mapping[str, str]] = {
+    "linear": "torch for many rows and for other than fp32 x",
+    "rms_norm": "torch for many rows and for other than contiguous fp32",
+    "add_rms_norm": "torch for many rows and for other than contiguous fp32",
+    "silu_mul": "the reference for many rows and for other than contiguous fp32",
+    "rotate": "the reference for many rows and for other than contiguous fp32",
+    "merge_states": "the reference for few rows and for other than contiguous fp32",
+}
+"""Ops that the compiled module has, and what else runs when."""
+
+
+def _decide_plain(op: str, device_type: str) -> Choice:
+    """Without kernels of our own."""
     if op in ("rms_norm", "add_rms_norm", "layer_norm"):
         return Choice("torch", "one call instead of several")
     if op == "linear":
-        return _decide_linear(device_type)
-    if op == "merge_states" and device_type == "cpu":
-        return _decide_native_merge()
+        return Choice("torch", "torch's products")
     return Choice("reference", f"the only implementation of {op} on {device_type}")
 
 
-def _decide_linear(device_type: str) -> Choice:
-    if device_type != "cpu":
-        return Choice("torch", f"torch's products on {device_type}")
+def _decide_native(op: str, otherwise: str) -> Choice:
     try:
-        return Choice(
-            "native", f"compiled module, instruction set {native.isa()}; torch for many rows and other than fp32 x"
-        )
+        return Choice("native", f"compiled module, instruction set {native.isa()}; {otherwise}")
     except NativeModuleError as error:
-        return Choice("torch", f"no compiled module: {error}")
+        choice = _decide_plain(op, "cpu")
+        logger.warning("%s on the CPU falls back to %s: %s", op, choice.name, error)
+        return Choice(choice.name, f"no compiled module: {error}")
 
 
 def _decide_triton(op: str) -> Choice:
@@ -99,13 +116,3 @@ def _decide_triton(op: str) -> Choice:
         return Choice("triton", "one launch instead of several")
     logger.warning("%s on CUDA falls back to plain torch: the package triton is not installed", op)
     return Choice("torch" if "torch" in IMPLEMENTATIONS[op] else "reference", "the package triton is not installed")
-
-
-def _decide_native_merge() -> Choice:
-    try:
-        return Choice(
-            "native", f"compiled module, instruction set {native.isa()}; the reference for other than contiguous fp32"
-        )
-    except NativeModuleError as error:
-        logger.warning("merge_states on the CPU falls back to the reference: %s", error)
-        return Choice("reference", f"no compiled module: {error}")

@@ -3,9 +3,10 @@
     requests   1  2  3  4  5 … 8  9 … 16  17 … 24  …      a step of 3 requests runs in the bucket of 4,
     bucket     1  2  4  4  8   8  16  16  24   24         with a row of padding
 
-A step has this form if each request has one new token and all keys that it sees lie on the accelerator; others take the
-ordinary path. The first step of a bucket runs as it is, which is its answer and warms everything up, and is captured
-behind that. If capturing fails, graphs are given up with one warning, and every step takes the ordinary path.
+A step has this form if each request has one new token whose block lies on the accelerator; others take the ordinary
+path. Where older keys lie in DRAM the CPU lane answers each layer (`attention/handover.py`); such a step has a graph of
+its own. The first step of a bucket runs as it is, which is its answer and warms everything up, and is then captured. If
+capturing fails, graphs are given up with one warning, and every step takes the ordinary path.
 """
 
 import logging
@@ -19,13 +20,19 @@ from torch import Tensor
 
 from ambidex.attention.decode_batch import DecodeBatch
 from ambidex.attention.decode_inputs import DecodeInputs
+from ambidex.attention.handover import Handover
+from ambidex.attention.hybrid import HybridAttention
 from ambidex.attention.paged import PagedAttention
-from ambidex.core.ids import Lane
+from ambidex.attention.streamed import StreamedAttention, StreamPool
+from ambidex.core.errors import LaneError
+from ambidex.core.ids import Lane, Tier
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.step import ScheduledRequest
+from ambidex.kernels.cpu.native import KeyBatch, ThreadPool
 from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.runner.input_batch import InputBatch
 from ambidex.storage.kv_pool import KVPool
+from ambidex.storage.tiled_pool import TiledKVPool
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +81,10 @@ class DecodeSteps:
 
     Args:
         forward: how the model is called.
-        pool: the accelerator's KV.
+        pools: the KV of both tiers; keys in DRAM are part of such steps if that pool is in tile order.
         buckets: numbers of rows, ascending.
         max_context_len: tokens; bounds the block table.
+        stream_share: of the keys in DRAM that the stream lane reads, 0 to 1; needs what `can_stream` asks for.
         capture: how a step is captured, `CudaCapture()` or a test's; None: each step is launched anew.
     """
 
@@ -86,15 +94,20 @@ class DecodeSteps:
         model: CausalLM,
         spec: ModelSpec,
         forward: Callable[[CausalLM, InputBatch, AttentionOp], Tensor],
-        pool: KVPool,
+        pools: Mapping[Tier, KVPool],
         buckets: Sequence[int],
         max_context_len: int,
+        stream_share: float,
         capture: Capture | None,
     ) -> None:
         self._model = model
         self._spec = spec
         self._forward = forward
-        self._pool = pool
+        pool, dram = pools[Tier.GPU], pools[Tier.DRAM]
+        self._pools = dict(pools)
+        self._dram = dram if isinstance(dram, TiledKVPool) and dram.num_blocks else None
+        self._handovers: dict[int, Handover] = {}
+        self._stream = StreamPool(self._dram, pool.device) if self._dram is not None and stream_share > 0 else None
         self._buckets = tuple(buckets)
         self._capture = capture
         self._is_given_up = False
@@ -107,12 +120,14 @@ class DecodeSteps:
             windows=tuple(dict.fromkeys(spec.windows)),
             device=pool.device,
         )
-        self._batch = DecodeBatch(self._inputs, block_size=kv.block_size)
+        self._batch = DecodeBatch(
+            self._inputs, block_size=kv.block_size, has_cpu_lane=self._dram is not None, stream_share=stream_share
+        )
         self._num_layers = Counter(spec.windows)
         self._logits = torch.empty(buckets[-1], spec.vocab_size, dtype=torch.float32, device=pool.device)
         self._all_rows = torch.arange(buckets[-1], device=pool.device)
         self._chosen = torch.empty(buckets[-1], dtype=torch.int64, device=pool.device)
-        self._replays: dict[int, Callable[[], None]] = {}
+        self._replays: dict[tuple[int, bool], Callable[[], None]] = {}  # by rows, and whether the CPU lane answers
 
     def try_run(self, requests: Sequence[ScheduledRequest]) -> DecodeOutput | None:
         """Run a step if it has the form of a decode step, else return None and leave everything as it was.
@@ -121,26 +136,92 @@ class DecodeSteps:
 
         Cost: a copy of a few KiB to the device and one launch; waits for nothing.
         """
-        num_rows = next((size for size in self._buckets if size >= len(requests)), None)
+        num_rows = self._bucket(len(requests))
         if self._is_given_up or num_rows is None or not self._batch.try_prepare(requests, num_rows):
             return None
-        is_replayed = num_rows in self._replays
-        if is_replayed:
-            self._replays[num_rows]()
-        elif self._capture is None:
-            self._compute(num_rows)
-        elif not self._try_capture(self._capture, num_rows):
+        is_replayed = self._run(num_rows)
+        if is_replayed is None:
             return None
-        size = self._pool.spec.bytes_per_token_layer
-        num_read = sum(num * self._num_layers[window] for window, num in self._batch.num_keys.items())
         return DecodeOutput(
             logits=self._logits[: len(requests)],
             chosen=self._chosen[: len(requests)],
-            lane_bytes={Lane.GPU: num_read * size, Lane.CPU: 0},
+            lane_bytes=self._lane_bytes(),
             is_replayed=is_replayed,
         )
 
-    def _compute(self, num_rows: int) -> None:
+    def _run(self, num_rows: int) -> bool | None:
+        """Run the step that was prepared; says whether a graph was replayed, None if graphs had to be given up.
+
+        Raises:
+            LaneError: the accelerator and the CPU lane lost each other.
+        """
+        batches = self._layer_batches()
+        handover = None if batches is None else self._handover(num_rows)
+        key = (num_rows, handover is not None)
+        replay = self._replays.get(key)
+        if replay is None:
+            if self._capture is None:
+                self._launch(num_rows, handover, batches)
+                return False
+            return False if self._try_capture(self._capture, num_rows, handover, batches) else None
+        if handover is None or batches is None:
+            replay()
+        else:
+            handover.reset()
+            replay()
+            handover.mark_launched()
+            handover.answer(batches)
+        return True
+
+    @property
+    def dram_threads(self) -> ThreadPool | None:
+        """Who attends over keys in DRAM; None if no such step has a fixed form."""
+        return self._dram.native.threads if self._dram is not None else None
+
+    def answer_alone(self, num_requests: int) -> None:
+        """Do the CPU lane's part of the last step once more, as if all its queries were there: for benchmarks."""
+        batches, num_rows = self._layer_batches(), self._bucket(num_requests)
+        assert batches is not None, "the last step had no keys in DRAM"
+        assert num_rows is not None, "more requests than a step takes"
+        self._handover(num_rows).answer_alone(batches)
+
+    def _bucket(self, num_requests: int) -> int | None:
+        return next((size for size in self._buckets if size >= num_requests), None)
+
+    def _launch(self, num_rows: int, handover: Handover | None, batches: Sequence[KeyBatch] | None) -> None:
+        """Run a step without a graph."""
+        if handover is None or batches is None:
+            self._compute(num_rows, None)
+            return
+        handover.reset()
+        with handover.answering(batches):
+            self._compute(num_rows, handover)
+
+    def _layer_batches(self) -> list[KeyBatch] | None:
+        """The CPU lane's keys of each layer; None if it has nothing to do."""
+        batches = self._batch.key_batches
+        return None if batches is None else [batches[window] for window in self._spec.windows]
+
+    def _handover(self, num_rows: int) -> Handover:
+        if num_rows not in self._handovers:
+            assert self._dram is not None, "a batch without a CPU lane has no keys in DRAM"
+            pool = self._pools[Tier.GPU]
+            self._handovers[num_rows] = Handover(
+                self._spec, self._dram, num_rows, dtype=pool.k.dtype, device=pool.device
+            )
+        return self._handovers[num_rows]
+
+    def _lane_bytes(self) -> dict[Lane, int]:
+        """Bytes of K and V that each lane read in the step."""
+        near, dram = (self._pools[tier].spec.bytes_per_token_layer for tier in (Tier.GPU, Tier.DRAM))
+        num_keys = self._batch.num_keys.items()
+        return {
+            Lane.GPU: near * sum(num[Tier.GPU] * self._num_layers[window] for window, num in num_keys),
+            Lane.CPU: dram * sum(num[Tier.DRAM] * self._num_layers[window] for window, num in num_keys),
+            Lane.STREAM: dram * self._batch.num_streamed * self._spec.num_layers,
+        }
+
+    def _compute(self, num_rows: int, handover: Handover | None) -> None:
         """All that a graph holds: from the inputs on the device to logits and chosen tokens there."""
         rows = self._inputs.device(num_rows)
         rows.extend_table()
@@ -150,21 +231,30 @@ class DecodeSteps:
             sampled_rows=self._all_rows[:num_rows],
             sampled_ids=(),
         )
-        hidden = self._forward(self._model, batch, PagedAttention(self._spec, self._pool, rows))
+        paged = PagedAttention(self._spec, self._pools[Tier.GPU], rows)
+        attention: AttentionOp = paged
+        if handover is not None:
+            streamed = StreamedAttention(self._spec, self._stream, rows) if self._stream is not None else None
+            attention = HybridAttention(paged, handover, streamed)
+        hidden = self._forward(self._model, batch, attention)
         logits = self._logits[:num_rows]
         logits.copy_(self._model.logits(hidden))
         low, high = torch.aminmax(logits, dim=-1)  # both NaN if any number is
         is_finite = (low > -torch.inf) & (high < torch.inf)
         self._chosen[:num_rows].copy_(logits.argmax(dim=-1).masked_fill_(~is_finite, -1))
 
-    def _try_capture(self, capture: Capture, num_rows: int) -> bool:
+    def _try_capture(
+        self, capture: Capture, num_rows: int, handover: Handover | None, batches: Sequence[KeyBatch] | None
+    ) -> bool:
         """Compute the step, then capture it; False if graphs had to be given up (the step may or may not have run).
 
         NOTE: computing a step twice is harmless: it stores the same rows in the same slots.
         """
         try:
-            self._compute(num_rows)
-            self._replays[num_rows] = capture(lambda: self._compute(num_rows))
+            self._launch(num_rows, handover, batches)
+            self._replays[num_rows, handover is not None] = capture(lambda: self._compute(num_rows, handover))
+        except LaneError:
+            raise
         except Exception as error:  # of torch, the driver, or Triton's compiler: the ordinary path is always there
             self.num_failures += 1
             self._is_given_up = True

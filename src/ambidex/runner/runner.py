@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ambidex.attention.tiered import TieredAttention
-from ambidex.core.errors import InternalError
+from ambidex.core.errors import InternalError, LaneError
 from ambidex.core.ids import Lane, RequestId
 from ambidex.core.step import SampledToken, StepPlan, StepResult
 from ambidex.models.base import AttentionOp, CausalLM
@@ -75,14 +75,14 @@ class ModelRunner:
         self._copies = copies
         self._device = device
         self._forward = forward
-        self._decode_steps = decode_steps
+        self.decode_steps = decode_steps
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens and carry out its moves.
 
         A request for which the accelerator has no memory left fails, the largest of the step first; the others are
-        computed again without it.
+        computed again without it. All requests of a step fail whose lanes lost each other.
         """
         clock = SectionClock()
         for request_id in plan.finished_requests:
@@ -102,6 +102,10 @@ class ModelRunner:
                 failures[largest.request_id] = f"no memory left on the accelerator for this request: {error}"
                 logger.warning("request %s failed: out of accelerator memory", largest.request_id)
                 plan = replace(plan, requests=tuple(r for r in plan.requests if r is not largest))
+            except LaneError as error:
+                failures |= {request.request_id: str(error) for request in plan.requests}
+                logger.warning("the requests of a step failed: %s", error)
+                break
         clock.seconds["total"] = clock.total()
         return StepResult(
             tokens=computed.tokens,
@@ -111,11 +115,11 @@ class ModelRunner:
             seconds=clock.seconds,
             lane_bytes=computed.lane_bytes,
             is_replayed=computed.is_replayed,
-            num_graph_failures=self._decode_steps.num_failures if self._decode_steps is not None else 0,
+            num_graph_failures=self.decode_steps.num_failures if self.decode_steps is not None else 0,
         )
 
     def _compute(self, plan: StepPlan, clock: SectionClock) -> _Computed:
-        output = self._decode_steps.try_run(plan.requests) if self._decode_steps is not None else None
+        output = self.decode_steps.try_run(plan.requests) if self.decode_steps is not None else None
         if output is not None:
             clock.lap("forward")
             return self._finish_decode(plan, output, clock)

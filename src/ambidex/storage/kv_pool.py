@@ -17,6 +17,7 @@ from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVSpec
 from ambidex.core.units import format_size
 from ambidex.kernels import api
+from ambidex.storage.huge_pages import advise_huge_pages
 from ambidex.storage.pinned import register_pinned
 
 TORCH_DTYPES: Final[Mapping[DType, torch.dtype]] = {
@@ -36,7 +37,8 @@ class KVPool(ABC):
         spec: layers, heads, head_dim, dtype, block size and order of the numbers.
         num_blocks: may be 0.
         device: where the tensors lie; the host for DRAM.
-        pinned: ask for pinned host memory; `is_pinned` and `num_pin_failures` say what came of it.
+        pinned: ask for pinned host memory; `is_pinned` and `num_pin_failures` say what came of it. Host memory is asked
+            for in huge pages; `has_huge_pages` says whether the system agreed.
         register: pins a tensor for as long as an owner lives; the CUDA driver's way unless a test gives another.
     Raises:
         TierFullError: the device has not that many bytes.
@@ -59,6 +61,7 @@ class KVPool(ABC):
         self.k = self._allocate()  # [L, Hkv, N, P, row_size]
         self.v = self._allocate()  # [L, Hkv, N, P, row_size]
         self._layers = tuple(zip(self.k, self.v, strict=True))
+        self.has_huge_pages = device.type == "cpu" and all(advise_huge_pages(part) for part in (self.k, self.v))
         self.num_pin_failures = sum(not register(part, self) for part in (self.k, self.v)) if pinned else 0
         self.is_pinned = pinned and self.num_pin_failures == 0
 

@@ -1,5 +1,6 @@
 """`DecodeBatch` and `DecodeInputs`: what a decode step finds on the device."""
 
+import dataclasses
 import random
 
 import pytest
@@ -9,14 +10,17 @@ from ambidex.attention.decode_batch import DecodeBatch
 from ambidex.attention.decode_inputs import DecodeInputs, DecodeRows
 from ambidex.core.ids import BlockId, RequestId, Tier
 from ambidex.core.step import BlockRef, ScheduledRequest
+from ambidex.kernels.cpu.native import KeyBatch
 
 BLOCK_SIZE = 4
 MAX_ROWS = 8
 
 
-def make_batch(*windows: int | None) -> tuple[DecodeInputs, DecodeBatch]:
+def make_batch(
+    *windows: int | None, has_cpu_lane: bool = False, stream_share: float = 0.0
+) -> tuple[DecodeInputs, DecodeBatch]:
     inputs = DecodeInputs(max_rows=MAX_ROWS, max_blocks=10, windows=windows, device=torch.device("cpu"))
-    return inputs, DecodeBatch(inputs, block_size=BLOCK_SIZE)
+    return inputs, DecodeBatch(inputs, block_size=BLOCK_SIZE, has_cpu_lane=has_cpu_lane, stream_share=stream_share)
 
 
 def request(name: str, start: int, ids: list[int], *, dram: int = 0, num_tokens: int = 1) -> ScheduledRequest:
@@ -55,7 +59,8 @@ def test_a_step_of_two_requests_in_four_rows() -> None:
     assert rows.block_table[1, :1].tolist() == [4]
     assert (rows.first_key[None].tolist(), rows.num_keys[None].tolist()) == ([0, 0, 0, 0], [6, 1, 0, 0])
     assert (rows.first_key[3].tolist(), rows.num_keys[3].tolist()) == ([3, 0, 0, 0], [3, 1, 0, 0])
-    assert batch.num_keys == {None: 7, 3: 4}
+    assert batch.num_keys == {None: {Tier.GPU: 7, Tier.DRAM: 0}, 3: {Tier.GPU: 4, Tier.DRAM: 0}}
+    assert batch.key_batches is None
 
 
 @pytest.mark.parametrize(
@@ -115,3 +120,60 @@ def test_any_course_of_requests_finds_its_tables(seed: int) -> None:
             num_rows = rng.choice([size for size in (1, 2, 4, MAX_ROWS) if size >= len(requests)])
             assert batch.try_prepare(requests, num_rows), f"seed {seed}, step {step}"
             assert_describes(inputs.device(num_rows), requests)
+
+
+def keys_of(batch: DecodeBatch, window: int | None) -> KeyBatch:
+    assert batch.key_batches is not None
+    return batch.key_batches[window]
+
+
+def test_blocks_in_dram_leave_the_table_and_go_to_the_cpu_lane() -> None:
+    inputs, batch = make_batch(None, 7, has_cpu_lane=True)
+    assert batch.try_prepare([request("a", 13, [8, 2, 6, 3], dram=2), request("b", 2, [5])], 4)
+    rows = inputs.device(4)
+    rows.extend_table()
+    assert rows.block_table[0, :2].tolist() == [6, 3]
+    assert rows.slots.tolist() == [3 * BLOCK_SIZE + 1, 5 * BLOCK_SIZE + 2, -1, -1]
+    assert (rows.first_key[None].tolist(), rows.num_keys[None].tolist()) == ([0, 0, 0, 0], [6, 3, 0, 0])
+    assert (rows.first_key[7].tolist(), rows.num_keys[7].tolist()) == ([0, 0, 0, 0], [6, 3, 0, 0])
+    assert batch.num_keys == {None: {Tier.GPU: 9, Tier.DRAM: 8}, 7: {Tier.GPU: 9, Tier.DRAM: 1}}  # sees 7 … 13
+    assert keys_of(batch, None).num_rows == keys_of(batch, 7).num_rows == 4
+
+
+def test_key_batches_serve_again_until_a_block_moves() -> None:
+    _, batch = make_batch(None, has_cpu_lane=True)
+    first = request("a", 13, [8, 2, 6, 3], dram=2)
+    assert batch.try_prepare([first], 1)
+    before = keys_of(batch, None)
+    assert batch.try_prepare([dataclasses.replace(first, start=14)], 1)
+    assert keys_of(batch, None) is before
+    assert batch.try_prepare([request("a", 15, [8, 2, 9, 3], dram=3)], 1)
+    assert keys_of(batch, None) is not before
+    assert batch.num_keys == {None: {Tier.GPU: 4, Tier.DRAM: 12}}
+    assert batch.try_prepare([request("b", 3, [1])], 1)
+    assert batch.key_batches is None
+
+
+def test_a_step_whose_newest_block_lies_in_dram_is_refused() -> None:
+    _, batch = make_batch(None, has_cpu_lane=True)
+    assert not batch.try_prepare([request("a", 5, [8, 2], dram=2)], 1)
+
+
+def test_the_stream_lane_takes_its_share_of_the_first_blocks_in_dram() -> None:
+    inputs, batch = make_batch(None, has_cpu_lane=True, stream_share=0.5)
+    first = request("a", 21, [8, 2, 6, 7, 9, 3], dram=5)
+    assert batch.try_prepare([first, request("b", 5, [4, 1], dram=1)], 4)
+    rows = inputs.device(4)
+    assert rows.num_streamed.tolist() == [2 * BLOCK_SIZE, 0, 0, 0]
+    assert rows.stream_table[0, :2].tolist() == [8, 2]
+    assert batch.num_keys == {None: {Tier.GPU: 4, Tier.DRAM: 3 * BLOCK_SIZE + BLOCK_SIZE}}
+    assert batch.num_streamed == 2 * BLOCK_SIZE
+    assert batch.try_prepare([request("c", 1, [5])], 4)
+    assert inputs.device(4).num_streamed.eq(0).all()
+
+
+def test_layers_with_windows_do_not_stream() -> None:
+    inputs, batch = make_batch(None, 9, has_cpu_lane=True, stream_share=0.9)
+    assert batch.try_prepare([request("a", 21, [8, 2, 6, 7, 9, 3], dram=5)], 1)
+    assert inputs.device(1).num_streamed.tolist() == [0]
+    assert batch.num_keys[None][Tier.DRAM] == 5 * BLOCK_SIZE

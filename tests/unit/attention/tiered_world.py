@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ambidex.attention.stream import StreamLane
+from ambidex.attention.chunk_stream import ChunkStream
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.dtypes import DType
 from ambidex.core.ids import BlockId, RequestId, Tier
@@ -118,7 +118,7 @@ class TieredWorld:
         assert isinstance(pool, TiledKVPool)
         assert pool.is_within_reach(device)
         sizes = StreamBuffers(kv=pool.spec, piece_blocks=2, number_bytes=self.dtype.itemsize)
-        lane = StreamLane(
+        lane = ChunkStream(
             pool, device=device, dtype=self.dtype, scale=self.spec.head_dim**-0.5, windows=self.spec.windows,
             sizes=sizes, min_queries=min_streamed,
         )  # fmt: skip

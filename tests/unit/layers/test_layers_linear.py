@@ -4,7 +4,7 @@ import torch
 from ambidex.kernels.cpu import native
 from ambidex.kernels.linear import MOST_NATIVE_TOKENS, LinearContext
 from ambidex.layers.embedding import Embedding
-from ambidex.layers.linear import Linear, LinearGroup
+from ambidex.layers.linear import Linear, LinearGroup, _Joint
 from ambidex.layers.parameter import ParameterFactory
 from truth import assert_within_twice_plain
 
@@ -96,3 +96,19 @@ def test_embedding_returns_rows_in_order_of_ids() -> None:
     table = Embedding(3, 2, FACTORY)
     table.weight.copy_(torch.tensor([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]))
     assert table(torch.tensor([2, 0, 2])).tolist() == [[4.0, 5.0], [0.0, 1.0], [4.0, 5.0]]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_joint_weights_give_what_the_layers_give_and_are_filled_through_them(bias: bool) -> None:
+    factory = ParameterFactory(torch.device("cpu"), torch.float32)
+    layers = [Linear(8, width, factory, bias=bias) for width in (6, 2, 2)]
+    joint = _Joint(layers)
+    for layer in layers:
+        for parameter in layer.parameters():
+            parameter.data.normal_()
+    x = torch.randn(3, 8)
+    assert joint.is_whole()
+    for got, layer in zip(joint.multiply(x, factory.new_linear_op()), layers, strict=True):
+        torch.testing.assert_close(got, torch.nn.functional.linear(x, layer.weight, layer.bias))
+    layers[0].weight = torch.nn.Parameter(torch.zeros(6, 8), requires_grad=False)
+    assert not joint.is_whole()

@@ -81,3 +81,12 @@ def test_kv_pool_when_the_driver_refuses_to_pin_leaves_cuda_usable() -> None:
     pool = RowKVPool(make_kv_spec(), Tier.DRAM, 100, device=CPU, pinned=True)
     assert not register_pinned(pool.k, pool)  # registered already
     assert torch.ones(3, device="cuda").sum().item() == 3
+
+
+def test_huge_pages_are_advised_for_host_memory_that_has_room_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = KVSpec(num_layers=2, num_kv_heads=2, head_dim=64, dtype=DType.FP32, block_size=64)
+    pool = RowKVPool(spec, Tier.DRAM, 64, device=CPU, pinned=False)
+    assert pool.k.nbytes >= 2 * 2**21
+    assert pool.has_huge_pages
+    monkeypatch.setattr("ambidex.storage.huge_pages._ADVISE_HUGE", 9999)  # no such advice: the system refuses
+    assert not RowKVPool(spec, Tier.DRAM, 64, device=CPU, pinned=False).has_huge_pages

@@ -1,6 +1,6 @@
 """The door to the compiled module `ambidex._native`: hands tensors over as arrays, without a copy."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
 import numpy as np
@@ -68,18 +68,19 @@ def merge_states(
     check_loaded()
     check_shapes(out_a=(out_a, "T Hq D"), lse_a=(lse_a, "T Hq"), out_b=(out_b, "T Hq D"), lse_b=(lse_b, "T Hq"))
     _check_layout(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
-    rows = (lse.numel(), out.shape[2])  # [R, D]
+    # numpy's empty and torch's from_numpy take a third of the time of torch's empty and numpy().
+    out, lse = np.empty(out_a.shape, np.float32), np.empty(lse_a.shape, np.float32)
+    rows = (lse.size, out_a.shape[2])  # [R, D]
     _native.merge_states(
-        out_a.detach().numpy().reshape(rows),
-        lse_a.detach().numpy().reshape(-1),
-        out_b.detach().numpy().reshape(rows),
-        lse_b.detach().numpy().reshape(-1),
-        out.numpy().reshape(rows),
-        lse.numpy().reshape(-1),
+        out_a.numpy().reshape(rows),
+        lse_a.numpy().reshape(-1),
+        out_b.numpy().reshape(rows),
+        lse_b.numpy().reshape(-1),
+        out.reshape(rows),
+        lse.reshape(-1),
         isa=isa,
     )
-    return out, lse
+    return torch.from_numpy(out), torch.from_numpy(lse)
 
 
 def padded_dim(head_dim: int) -> int:
@@ -168,7 +169,8 @@ class AttentionPool:
     """
 
     def __init__(self, threads: ThreadPool) -> None:
-        self._native = _native.AttentionPool(threads.native)
+        self.threads = threads
+        self.native = _native.AttentionPool(threads.native)
 
     def attend_blocks(
         self,
@@ -202,7 +204,7 @@ class AttentionPool:
         out = torch.empty(q.shape, dtype=torch.float32)
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
         try:
-            self._native.attend_blocks(
+            self.native.attend_blocks(
                 array_of(q),
                 number_of(q),
                 array_of(k_pool),
@@ -263,7 +265,7 @@ class AttentionPool:
         """
         rows = torch.empty((pool.shape[0], num_keys, head_dim), dtype=pool.dtype)
         try:
-            self._native.gather_rows(part, array_of(pool), block_ids.numpy(), first_key, array_of(rows))
+            self.native.gather_rows(part, array_of(pool), block_ids.numpy(), first_key, array_of(rows))
         except (TypeError, ValueError) as error:
             raise ShapeError(f"gather_rows: {error}") from error
         return rows
@@ -272,9 +274,81 @@ class AttentionPool:
         if pool.dtype != rows.dtype:
             raise ShapeError(f"{op}: rows are {rows.dtype}, the pool is {pool.dtype}")
         try:
-            getattr(self._native, op)(part, array_of(pool), places, array_of(rows))
+            getattr(self.native, op)(part, array_of(pool), places, array_of(rows))
         except (TypeError, ValueError) as error:
             raise ShapeError(f"{op}: {error}") from error
+
+
+WORD_STRIDE: Final = 16
+"""int32 numbers of a cache line, of which an `AttentionScript`'s word is the first."""
+
+
+class AttentionScript:
+    """The CPU lane of a step that the accelerator runs on its own: layer after layer it waits for the queries, attends
+    and says that the answer is there.
+
+    Args:
+        pool: who attends.
+        asked, answered: [L, 16] int32 in CPU memory, a word for each layer at [layer, 0]: 0 until the accelerator has
+            written the queries, or the CPU its answer, 1 from then on. Who starts a step sets them to 0.
+    Raises:
+        NativeModuleError: the compiled module is missing or does not load.
+        ShapeError: the words have another shape.
+    """
+
+    def __init__(self, pool: AttentionPool, asked: Tensor, answered: Tensor) -> None:
+        try:
+            self._native = _native.AttentionScript(pool.native, asked.numpy(), answered.numpy())
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"attention script: {error}") from error
+        self._kept: list[tuple[Tensor, ...]] = [(asked, answered)]
+
+    def add_layer(
+        self,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        *,
+        scale: float,
+        k_scales: Tensor | None,
+        v_scales: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """Describe the next layer; see `AttentionPool.attend_blocks`. `out` and `lse` are written where they lie."""
+        try:
+            self._native.add_layer(
+                array_of(q),
+                number_of(q),
+                array_of(k_pool),
+                array_of(v_pool),
+                number_of(k_pool),
+                None if k_scales is None else array_of(k_scales),
+                None if v_scales is None else array_of(v_scales),
+                scale,
+                out.numpy(),
+                lse.numpy(),
+            )
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"attention script: {error}") from error
+        self._kept.append((q, k_pool, v_pool, out, lse))
+
+    def run(self, batches: Sequence[KeyBatch], *, limit_s: float) -> int:
+        """Answer a step.
+
+        Args:
+            batches: the keys of each layer.
+            limit_s: how long to wait for the queries of a layer.
+        Returns:
+            How many layers were answered: fewer than all if the queries of one did not come in time.
+        Raises:
+            ShapeError: a batch does not fit its layer.
+        Cost: lasts as long as the step, the GIL released.
+        """
+        try:
+            return self._native.run([batch.native for batch in batches], limit_s)
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"attention script: {error}") from error
 
 
 def number_of(tensor: Tensor) -> str:

@@ -1,5 +1,5 @@
-"""The stream lane: old keys in DRAM that many queries see are brought to the accelerator, piece by piece, and attended
-there, behind its computation.
+"""The stream lane of chunks: old keys in DRAM that a chunk of a prompt sees are brought to the accelerator, piece by
+piece, and attended there, behind its computation. (That of decode steps is in `attention/streamed.py`.)
 
 Which lane is the faster one for T queries of a request over S keys of one layer:
 
@@ -42,7 +42,7 @@ class Piece:
     """[queries, keys] bool on the accelerator."""
 
 
-class StreamLane:
+class ChunkStream:
     """Attention over old keys of a pool in host memory, on the accelerator.
 
     Args:

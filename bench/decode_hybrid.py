@@ -1,0 +1,288 @@
+"""How fast is decode when most of the KV cache lies in DRAM, against what the lanes' links allow?
+
+    .venv/bin/python bench/decode_hybrid.py                          # Llama-3.1-8B's shape, random weights, bf16
+    .venv/bin/python bench/decode_hybrid.py --shape tiny --device cpu --dtype fp32 --points 2x600 --steps 4
+
+Sink and recent window lie on the GPU, the rest in DRAM. Prompts are not computed: K and V are random numbers, so that
+long contexts cost no device time; decode steps are computed as always. Floor of a step: the slower of the two lanes,
+
+    GPU    weights (all but the embedding) and K and V of its tier, over its measured read bandwidth
+    CPU    K and V of DRAM, over the DRAM read bandwidth that the lane's own threads reach in the same run; the stream
+           lane takes a share of them off it over the link, so that a step may be below this floor
+
+and beside it the sum of both, which is the floor of one request whose layers follow each other. `lane_s`: what the CPU
+lane takes for all layers when nothing keeps it waiting. Appends one JSON line to bench/results/decode_hybrid.jsonl.
+"""
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+import decode_gpu
+from ambidex import EngineConfig
+from ambidex.attention.tiered import TieredAttention
+from ambidex.core.config import CudaGraphs, DeviceKind, DTypeChoice, KVDTypeChoice, LoadFormat
+from ambidex.core.errors import AmbidexError
+from ambidex.core.ids import Lane
+from ambidex.engine.build import build_engine
+from ambidex.engine.engine import Engine
+from ambidex.models.base import AttentionOp, CausalLM
+from ambidex.runner.graphs import DecodeForm
+from ambidex.runner.input_batch import InputBatch
+from ambidex.runner.runner import call_model
+from harness import REPO, Quantiles, append_record, environment, significant
+
+DRAM_PROBE_BYTES: Final = 4 * 2**30
+NUM_LANE_RUNS: Final = 12
+
+
+class RandomPrompts:
+    """Calls the model for decode steps alone; in others, K and V are what the pools were filled with at the first."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._is_filled = False
+
+    def __call__(self, model: CausalLM, batch: InputBatch, attention: AttentionOp) -> Tensor:
+        if not isinstance(attention, TieredAttention):
+            return call_model(model, batch, attention)
+        if not self._is_filled:
+            self._is_filled = True
+            fill_pools(attention)
+        dtype = next(model.parameters()).dtype
+        return torch.zeros(len(batch.token_ids), self._width, dtype=dtype, device=batch.token_ids.device)
+
+
+def fill_pools(attention: TieredAttention) -> None:
+    """Fill the pools of both tiers with numbers of a normal distribution, the same for every few blocks."""
+    for pool in attention.pools.values():
+        for part in pool.tensors:
+            flat = part.view(-1)
+            if not flat.numel():
+                continue
+            pattern = torch.randn(min(flat.numel(), 2**22), device=part.device)
+            pattern = (pattern * 30).to(part.dtype) if part.dtype == torch.int8 else pattern.to(part.dtype)
+            whole = flat.numel() // pattern.numel()
+            flat[: whole * pattern.numel()].view(whole, -1).copy_(pattern)
+            flat[whole * pattern.numel() :].copy_(pattern[: flat.numel() - whole * pattern.numel()])
+
+
+def main() -> int:
+    """Measure, print, record."""
+    options, args = parse_options()
+    opening = environment()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            decode_gpu.make_model_folder(Path(folder), options.shape)
+            width = int(decode_gpu.SHAPES[options.shape]["hidden_size"])  # type: ignore[call-overload]
+            form = None if options.device is DeviceKind.CUDA else DecodeForm.FIXED
+            start = time.perf_counter()
+            engine = build_engine(make_config(folder, options, args), forward=RandomPrompts(width), decode_form=form)
+            load_s = time.perf_counter() - start
+            weight_bytes = decode_gpu.count_weight_bytes(folder, options.dtype)
+    except AmbidexError as error:
+        print(error, file=sys.stderr)
+        return 2
+    is_cuda = torch.device(engine.report.value("compute", "device")).type == "cuda"
+    gpu = decode_gpu.read_gpu_bandwidth() if is_cuda else decode_gpu.read_cpu_bandwidth()
+    lane = CpuLane(engine)
+    dram = lane.read_bandwidth()
+    share, why = (find("compute", "stream_share") for find in (engine.report.value, engine.report.why))
+    print(f"decode: {engine.report.value('compute', 'decode')}; stream lane {share} ({why}); built in "
+          f"{load_s:.1f} s; weights of a step "
+          f"{weight_bytes / 1e9:.2f} GB; GPU memory is read at {gpu.median / 1e9:.0f} GB/s, DRAM by "
+          f"{lane.num_threads} threads at {dram.median / 1e9:.1f} GB/s", flush=True)  # fmt: skip
+    points = []
+    for point in options.points:
+        figures = measure(engine, point, options, lane, gpu=gpu, dram=dram, weight_bytes=weight_bytes)
+        points.append(figures)
+        print_point(figures)
+    record = {
+        "bench": "decode_hybrid", **opening,
+        "settings": {"shape": options.shape, "dtype": options.dtype.value, "kv_dtype": args.kv_dtype.value,
+                     "steps": options.steps, "block_size": decode_gpu.BLOCK_SIZE, "sink": args.sink,
+                     "recent": args.recent, "stream_share": engine.report.value("compute", "stream_share"),
+                     "stream_why": engine.report.why("compute", "stream_share"), "threads": lane.num_threads,
+                     "decode": engine.report.value("compute", "decode"), "prompts": "not computed: random K and V",
+                     "warmup": f"{decode_gpu.NUM_WARMUP_STEPS} steps of each point"},
+        "load_s": significant(load_s, 3), "weight_bytes": weight_bytes,
+        "gpu_read_bandwidth": {"unit": "bytes/s", **gpu.record()},
+        "dram_read_bandwidth": {"unit": "bytes/s", **dram.record()},
+        "num_graph_failures": engine.stats.num_graph_failures, "points": points,
+    }  # fmt: skip
+    print(append_record(options.output, record))
+    return 0
+
+
+def parse_options() -> tuple[decode_gpu.Options, argparse.Namespace]:
+    """Read the command line; ends the program with code 2 if it is wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0],
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
+    parser.add_argument("--shape", choices=decode_gpu.SHAPES, default="llama-3.1-8b", help="of the model")
+    parser.add_argument("--points", default="1x2048,1x8192,1x16384,1x32768", help="BATCHxCONTEXT, in this order")
+    parser.add_argument("--steps", type=int, default=30, help="measured steps of each point")
+    parser.add_argument("--sink", type=int, default=64, help="first tokens on the GPU")
+    parser.add_argument("--recent", type=int, default=1024, help="last tokens on the GPU")
+    parser.add_argument("--kv-dtype", type=KVDTypeChoice, choices=list(KVDTypeChoice), default=KVDTypeChoice.AUTO,
+                        help="number format of K and V in DRAM")  # fmt: skip
+    parser.add_argument("--stream-percent", type=int, help="of keys in DRAM, for the stream lane; default: measured")
+    parser.add_argument("--device", type=DeviceKind, choices=list(DeviceKind), default=DeviceKind.CUDA, help="where")
+    parser.add_argument("--dtype", type=DTypeChoice, choices=[c for c in DTypeChoice if c is not DTypeChoice.AUTO],
+                        default=DTypeChoice.BF16, help="number format")  # fmt: skip
+    parser.add_argument("--profile", action="store_true", help="list the kernels that take the most time")
+    parser.add_argument("--output", type=Path, default=REPO / "bench/results/decode_hybrid.jsonl", help="gets a line")
+    args = parser.parse_args()
+    try:
+        points = tuple(decode_gpu.Point.parse(word) for word in args.points.split(","))
+    except ValueError as error:
+        parser.error(f"--points: {error}, as in 1x2048,16x8192")
+    if min(args.steps, args.recent) < 1 or args.sink < 0:
+        parser.error("--steps and --recent must be at least 1, --sink at least 0")
+    options = decode_gpu.Options(
+        shape=args.shape, points=points, steps=args.steps, chunk=8192, device=args.device, dtype=args.dtype,
+        cuda_graphs=CudaGraphs.AUTO, profile=args.profile, output=args.output,
+    )  # fmt: skip
+    return options, args
+
+
+def make_config(folder: str, options: decode_gpu.Options, args: argparse.Namespace) -> EngineConfig:
+    """An engine whose DRAM tier holds the largest point, and whose GPU tier holds sinks and recent windows."""
+    more = decode_gpu.num_output_tokens(options, options.points)
+    batch = max(point.batch for point in options.points)
+    near = args.sink + args.recent + 3 * decode_gpu.BLOCK_SIZE
+    config = EngineConfig(
+        model=folder,
+        device=options.device,
+        dtype=options.dtype,
+        kv_dtype=args.kv_dtype,
+        load_format=LoadFormat.DUMMY,
+        block_size=decode_gpu.BLOCK_SIZE,
+        max_context_len=max(point.context for point in options.points) + more,
+        max_tokens_per_step=options.chunk,
+        max_running_requests=batch,
+        kv_gpu_tokens=batch * near,
+        num_sink_tokens=args.sink,
+        recent_window=args.recent,
+        stream_percent=args.stream_percent,
+    )
+    num_tokens = max(point.batch * (point.context + more + decode_gpu.BLOCK_SIZE) for point in options.points)
+    shape = decode_gpu.SHAPES[options.shape]
+    heads, layers = int(shape["num_key_value_heads"]), int(shape["num_hidden_layers"])  # type: ignore[call-overload]
+    dim = int(shape["hidden_size"]) // int(shape["num_attention_heads"])  # type: ignore[call-overload]
+    size = {"fp32": 4, "int8": 1}.get(str(args.kv_dtype if args.kv_dtype != "auto" else options.dtype), 2)
+    # Rows in tile order are padded; scales of int8 rows take 4 bytes.
+    bytes_per_token = 2 * layers * heads * (-(-dim // 32) * 32 * size + 4)
+    return dataclasses.replace(config, dram_memory=num_tokens * bytes_per_token)
+
+
+class CpuLane:
+    """The engine's CPU lane by itself."""
+
+    def __init__(self, engine: Engine) -> None:
+        steps = engine.core.executor.decode_steps  # type: ignore[attr-defined]  # the runner's
+        assert steps is not None, "there is no GPU tier, or graphs are off"
+        self._steps = steps
+        self._threads = steps.dram_threads
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that attend."""
+        return int(self._threads.num_threads)
+
+    def read_bandwidth(self) -> Quantiles:
+        """Bytes/s at which the lane's threads read DRAM."""
+        buffer = torch.zeros(DRAM_PROBE_BYTES if torch.cuda.is_available() else 2**28, dtype=torch.uint8)
+        buffer.fill_(1)
+        samples = []
+        for _ in range(7):
+            start = time.perf_counter()
+            self._threads.read(buffer)
+            samples.append(buffer.numel() / (time.perf_counter() - start))
+        return Quantiles.of(samples[1:])
+
+    def layers_s(self, num_rows: int) -> Quantiles:
+        """Seconds of all layers of the last step's keys, its queries all there at once."""
+        samples = []
+        for _ in range(NUM_LANE_RUNS):
+            start = time.perf_counter()
+            self._steps.answer_alone(num_rows)
+            samples.append(time.perf_counter() - start)
+        return Quantiles.of(samples[2:])
+
+
+def measure(
+    engine: Engine,
+    point: decode_gpu.Point,
+    options: decode_gpu.Options,
+    lane: CpuLane,
+    *,
+    gpu: Quantiles,
+    dram: Quantiles,
+    weight_bytes: int,
+) -> dict[str, Any]:
+    """Fill the contexts of a point, time its steps and end its requests."""
+    requests, fill_s = decode_gpu.fill(engine, point, options)
+    for _ in range(decode_gpu.NUM_WARMUP_STEPS):
+        decode_gpu.step(engine, point)
+    before = dict(engine.stats.lane_bytes)
+    replayed_before, sections_before = engine.stats.num_replayed_steps, dict(engine.stats.seconds)
+    seconds = []
+    for _ in range(options.steps):
+        start = time.perf_counter()
+        decode_gpu.step(engine, point)
+        seconds.append(time.perf_counter() - start)
+    read = {
+        name: (engine.stats.lane_bytes[name] - before[name]) // options.steps
+        for name in (Lane.GPU, Lane.CPU, Lane.STREAM)
+    }
+    step_s = Quantiles.of(seconds)
+    gpu_s = (weight_bytes + read[Lane.GPU]) / gpu.median
+    cpu_s = (read[Lane.CPU] + read[Lane.STREAM]) / dram.median
+    is_split = read[Lane.CPU] > 0
+    lane_s = lane.layers_s(point.batch) if is_split else None
+    figures = {
+        "batch": point.batch, "context": point.context, "fill_s": significant(fill_s, 3),
+        "step_s": step_s.record(), "lane_s": lane_s.record() if lane_s else None,
+        "lane_bytes": {str(name): num for name, num in read.items()},
+        "floor_gpu_s": significant(gpu_s), "floor_cpu_s": significant(cpu_s),
+        "share_of_slower_lane": significant(max(gpu_s, cpu_s) / step_s.median, 3),
+        "share_of_sum": significant((gpu_s + cpu_s) / step_s.median, 3),
+        "lane_bytes_per_s": significant(read[Lane.CPU] / lane_s.median) if lane_s else None,
+        "num_replayed_steps": engine.stats.num_replayed_steps - replayed_before,
+        "sections_s": {name: significant((total - sections_before.get(name, 0.0)) / options.steps, 3)
+                       for name, total in engine.stats.seconds.items()},
+        "kernels": decode_gpu.profile(engine, point) if options.profile else None,
+    }  # fmt: skip
+    for request in requests:
+        engine.core.scheduler.abort(request.request_id)
+    while engine.has_work:
+        engine.core.step()
+    return figures
+
+
+def print_point(figures: Mapping[str, Any]) -> None:
+    """A line for a point, and its kernels."""
+    took, lane = figures["step_s"], figures["lane_s"]
+    alone = f"{lane['median'] * 1e3:.3f} ms at {figures['lane_bytes_per_s'] / 1e9:.1f} GB/s" if lane else "idle"
+    print(
+        f"{figures['batch']:3} x {figures['context']:6}: {took['median'] * 1e3:8.3f} ms a step "
+        f"({took['q20'] * 1e3:.3f} … {took['q80'] * 1e3:.3f}); floors GPU {figures['floor_gpu_s'] * 1e3:.3f}, CPU "
+        f"{figures['floor_cpu_s'] * 1e3:.3f} ms; share of the slower {figures['share_of_slower_lane']:.2f}, of the sum "
+        f"{figures['share_of_sum']:.2f}; CPU lane alone {alone}; replayed {figures['num_replayed_steps']} of "
+        f"{took['num']}; filled in {figures['fill_s']:.1f} s; sections {figures['sections_s']}",
+        flush=True,
+    )
+    for name, seconds in (figures["kernels"] or {}).items():
+        print(f"      {seconds * 1e6:9.1f} µs  {name[:120]}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

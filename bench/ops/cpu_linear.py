@@ -1,0 +1,174 @@
+"""At what share of the memory's read rate do native matrix products of small steps run?
+
+    python bench/ops/cpu_linear.py [--gib 0.5] [--threads 1,2] [--out bench/results/cpu_linear.jsonl]
+
+Weights of `--gib` GiB, far more than the caches hold, are cut into as many matrices as fit and multiplied in turn, as a
+model's layers are; the figure is bytes of weights over seconds. Beside it stands what the same threads read plainly
+from the same memory right before, and the time of a call whose work is nothing. For many tokens torch's fp32 product of
+fp32 weights stands beside it, which 16-bit weights must not fall behind. The last line is one JSON record.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from cpu_attention import fill, huge_bytes, read_rate
+
+from ambidex.hw.topology import read_topology
+from ambidex.kernels.cpu import native
+from ambidex.kernels.cpu.linear import LinearPool, Matrices
+from ambidex.kernels.linear import LinearContext, LinearOp
+from harness import REPO, Quantiles, append_record, environment, measure_seconds, significant, watch_others
+
+NUM_RUNS: Final = 5
+NUMBERS: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SHAPES: Final = ((576, 3072), (1536, 576), (4096, 4096))
+"""Columns and rows: gate and up together, and down, of SmolLM2-135M; one of an 8B model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is measured: number type, columns K and rows N of a matrix, tokens of a step, threads."""
+
+    number: str
+    num_in: int
+    num_out: int
+    tokens: int
+    threads: int
+
+    @property
+    def call_bytes(self) -> int:
+        """Weights that one call reads."""
+        return self.num_in * self.num_out * NUMBERS[self.number].itemsize
+
+
+def main() -> int:
+    """Measure, print, record."""
+    options = parse_options()
+    counts = [n for n in options.threads if n <= read_topology().num_usable_cores]
+    memory = huge_bytes(int(options.gib * 2**30))
+    fill(memory)
+    points, prefill, calls = [], [], {}
+    with watch_others() as others:
+        for count in counts:
+            threads = native.ThreadPool(count)
+            calls[str(count)] = measure_call(threads)
+            points += [measure(case, threads, memory) for case in all_cases(count)]
+            prefill += [measure_prefill(case, threads) for case in prefill_cases(count)]
+    record = environment() | {
+        "bench": "cpu_linear",
+        "isa": native.isa(),
+        "bytes": memory.nbytes,
+        "call_s": calls,
+        "points": points,
+        "prefill": prefill,
+        "others": asdict(others),
+    }
+    print(append_record(options.out, record))
+    return 0
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=0.5, help="weights that are read through, GiB")
+    parser.add_argument("--threads", type=lambda s: [int(n) for n in s.split(",")], default=[1, 2, 8, 16])
+    parser.add_argument("--out", type=Path, default=REPO / "bench" / "results" / "cpu_linear.jsonl")
+    return parser.parse_args()
+
+
+def all_cases(threads: int) -> Iterator[Case]:
+    """Every shape and number type, decode steps of 1 to 16 tokens."""
+    for number in NUMBERS:
+        for num_in, num_out in SHAPES:
+            for tokens in (1, 4, 16):
+                yield Case(number=number, num_in=num_in, num_out=num_out, tokens=tokens, threads=threads)
+
+
+def prefill_cases(threads: int) -> Iterator[Case]:
+    """A chunk of 512 tokens."""
+    for num_in, num_out in SHAPES:
+        for number in NUMBERS:
+            yield Case(number=number, num_in=num_in, num_out=num_out, tokens=512, threads=threads)
+
+
+def measure_call(threads: native.ThreadPool) -> float:
+    """Seconds of a call for one token and 16 x 16 weights: what a call costs besides its work."""
+    pool, matrices = LinearPool(threads), Matrices([torch.zeros(16, 16)], [None])
+    x = torch.zeros(1, 16)
+
+    def run() -> None:
+        for _ in range(1000):
+            pool.multiply(matrices, x)
+
+    return significant(min(measure_seconds(run, num_warmups=1, num_runs=NUM_RUNS)) / 1000)
+
+
+def measure(case: Case, threads: native.ThreadPool, memory: Tensor) -> dict[str, object]:
+    """Time passes over the memory and print the line of a case."""
+    part = memory if case.tokens == 1 else memory[: memory.numel() // 4]
+    ceiling = read_rate(threads, part, num_runs=2)
+    weights = cut(part, case)
+    pool, x = LinearPool(threads), torch.randn(case.tokens, case.num_in)
+
+    def run() -> None:
+        for matrices in weights:
+            pool.multiply(matrices, x)
+
+    seconds = measure_seconds(run, num_warmups=1, num_runs=NUM_RUNS)
+    ceiling = max(ceiling, read_rate(threads, part, num_runs=2))
+    num_bytes = len(weights) * case.call_bytes
+    best = num_bytes / min(seconds)
+    print(
+        f"{case.number} {case.num_out:5} x {case.num_in:4}, {case.tokens:2} tokens, {case.threads:2} threads: "
+        f"{best / 1e9:6.1f} GB/s of weights, {best / ceiling:.0%} of plain reads ({ceiling / 1e9:.1f}); "
+        f"{min(seconds) / len(weights) * 1e6:6.0f} µs a call",
+        flush=True,
+    )
+    return asdict(case) | {
+        "bytes_per_s": Quantiles.of([num_bytes / s for s in seconds]).record(),
+        "best_bytes_per_s": significant(best),
+        "read_bytes_per_s": significant(ceiling),
+        "share": significant(best / ceiling, 3),
+    }
+
+
+def cut(memory: Tensor, case: Case) -> Sequence[Matrices]:
+    """As many matrices as the memory holds."""
+    dtype = NUMBERS[case.number]
+    pieces = memory.split(case.call_bytes)
+    return [
+        Matrices([piece.view(dtype).view(case.num_out, case.num_in)], [None])
+        for piece in pieces
+        if piece.numel() == case.call_bytes
+    ]
+
+
+def measure_prefill(case: Case, threads: native.ThreadPool) -> dict[str, object]:
+    """Time of a large product as the engine computes it, and of torch's in fp32, taken in turn."""
+    torch.set_num_threads(case.threads)
+    x, weight = torch.randn(case.tokens, case.num_in), torch.randn(case.num_out, case.num_in)
+    op, stored = LinearOp(LinearContext(threads)), weight.to(NUMBERS[case.number])
+    ours, plain = [], []
+    for _ in range(2 * NUM_RUNS):
+        ours += measure_seconds(lambda: op(x, [stored], [None]), num_warmups=1, num_runs=1)
+        plain += measure_seconds(lambda: torch.nn.functional.linear(x, weight), num_warmups=1, num_runs=1)
+    print(
+        f"{case.number} {case.num_out:5} x {case.num_in:4}, {case.tokens} tokens, {case.threads:2} threads: "
+        f"{min(ours) * 1e6:6.0f} µs, torch in fp32 {min(plain) * 1e6:6.0f} µs",
+        flush=True,
+    )
+    return asdict(case) | {"s": significant(min(ours)), "torch_fp32_s": significant(min(plain))}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

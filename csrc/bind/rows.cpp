@@ -1,0 +1,69 @@
+// ambidex._native, ops over rows: typed arrays in, checks, GIL released around each op. No arithmetic here.
+#include "bind/rows.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string_view.h>
+
+#include "bind/arrays.h"
+#include "ops/rows.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace ambidex {
+namespace {
+
+template <class A, class B>
+void check_same_shape(const char* name, const A& array, const B& like) {
+  AMBIDEX_CHECK(array.ndim() == like.ndim(), name, ": expected ", like.ndim(), " axes, got ", array.ndim());
+  for (std::size_t axis = 0; axis < like.ndim(); ++axis) check_size(name, "an axis of x", array, axis, like.shape(axis));
+}
+
+using ConstFloats = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
+
+void bind_rms_norm(const ConstFloats& x, const Array<const float, 1>& weight, float eps, const Floats& y,
+                   std::optional<std::string_view> isa) {
+  AMBIDEX_CHECK(x.ndim() >= 1, "x: expected at least 1 axis, got 0");
+  const std::size_t width = x.shape(x.ndim() - 1);
+  check_size("weight", "the last axis of x", weight, 0, width);
+  check_same_shape("y", y, x);
+  const Isa chosen = choose_isa(isa);
+  nb::gil_scoped_release release;
+  rms_norm(chosen, x.data(), weight.data(), eps, width == 0 ? 0 : x.size() / width, width, y.data());
+}
+
+void bind_silu_mul(const ConstFloats& gate, const ConstFloats& up, const Floats& y,
+                   std::optional<std::string_view> isa) {
+  check_same_shape("up", up, gate);
+  check_same_shape("y", y, gate);
+  const Isa chosen = choose_isa(isa);
+  nb::gil_scoped_release release;
+  silu_mul(chosen, gate.data(), up.data(), gate.size(), y.data());
+}
+
+void bind_rotate(const Array<const float, 3>& x, const Array<const float, 2>& cos, const Array<const float, 2>& sin,
+                 const Array<float, 3>& y, std::optional<std::string_view> isa) {
+  check_size("cos", "the tokens of x", cos, 0, x.shape(0));
+  check_same_shape("sin", sin, cos);
+  check_same_shape("y", y, x);
+  AMBIDEX_CHECK(2 * cos.shape(1) <= x.shape(2), "cos: ", cos.shape(1), " angles turn ", 2 * cos.shape(1),
+                " numbers, but a head has ", x.shape(2));
+  const Rotation rotation{cos.data(), sin.data(), cos.shape(1), x.shape(0), x.shape(1), x.shape(2)};
+  const Isa chosen = choose_isa(isa);
+  nb::gil_scoped_release release;
+  rotate(chosen, rotation, x.data(), y.data());
+}
+
+}  // namespace
+
+void bind_rows(nb::module_& m) {
+  m.def("rms_norm", &bind_rms_norm, "x"_a.noconvert(), "weight"_a.noconvert(), "eps"_a, "y"_a.noconvert(),
+        nb::kw_only(), "isa"_a = nb::none());
+  m.def("silu_mul", &bind_silu_mul, "gate"_a.noconvert(), "up"_a.noconvert(), "y"_a.noconvert(), nb::kw_only(),
+        "isa"_a = nb::none());
+  m.def("rotate", &bind_rotate, "x"_a.noconvert(), "cos"_a.noconvert(), "sin"_a.noconvert(), "y"_a.noconvert(),
+        nb::kw_only(), "isa"_a = nb::none());
+}
+
+}  // namespace ambidex

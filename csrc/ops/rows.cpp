@@ -1,0 +1,30 @@
+#include "ops/rows.h"
+
+#include "simd/call.h"
+
+namespace ambidex {
+
+// Defined in rows-inl.h.
+#define AMBIDEX_DECLARE_ROWS(isa)                                                                                       \
+  namespace isa {                                                                                                       \
+  void rms_norm(const float* x, const float* weight, float eps, std::size_t num_rows, std::size_t width, float* y);     \
+  void silu_mul(const float* gate, const float* up, std::size_t num, float* y);                                         \
+  void rotate(const Rotation& rotation, const float* x, float* y);                                                      \
+  }
+AMBIDEX_DECLARE_ROWS(generic)
+AMBIDEX_DECLARE_ROWS(avx2)
+AMBIDEX_DECLARE_ROWS(avx512)
+AMBIDEX_DECLARE_ROWS(avx512bf16)
+AMBIDEX_DECLARE_ROWS(amx)
+#undef AMBIDEX_DECLARE_ROWS
+
+void rms_norm(Isa isa, const float* x, const float* weight, float eps, std::size_t num_rows, std::size_t width,
+              float* y) {
+  AMBIDEX_CALL(isa, rms_norm, x, weight, eps, num_rows, width, y);
+}
+void silu_mul(Isa isa, const float* gate, const float* up, std::size_t num, float* y) {
+  AMBIDEX_CALL(isa, silu_mul, gate, up, num, y);
+}
+void rotate(Isa isa, const Rotation& rotation, const float* x, float* y) { AMBIDEX_CALL(isa, rotate, rotation, x, y); }
+
+}  // namespace ambidex

@@ -1,0 +1,185 @@
+"""`Handover`: how a step that the accelerator runs on its own meets the CPU lane, layer after layer.
+
+    accelerator    q ────────▶ pinned   asked[i] = 1       … attends over its own keys …    wait for answered[i]   merge
+    CPU                                 wait for asked[i]  attend in DRAM   answered[i] = 1
+
+The same buffers serve every layer: the accelerator sends the next queries only after it has read the last answer.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from ambidex.attention.state import AttentionState
+from ambidex.core.errors import LaneError
+from ambidex.core.model_spec import ModelSpec
+from ambidex.kernels.cpu.native import WORD_STRIDE, AttentionScript, KeyBatch
+from ambidex.kernels.cuda import stream_words
+from ambidex.kernels.cuda.pinned_view import view_on_gpu
+from ambidex.storage.tiled_pool import TiledKVPool
+
+WAIT_LIMIT_S: Final = 20.0
+"""How long one side waits for the other: far longer than any layer takes, so only a fault is cut off."""
+_HOST_POLL_S: Final = 20e-6
+
+
+class Words(Protocol):
+    """Words [L, 16] int32 in host memory, as the accelerator's side writes and waits for them."""
+
+    def write(self, word: Tensor) -> None:
+        """Set a word to 1 behind all that was launched before."""
+        ...
+
+    def wait(self, word: Tensor) -> None:
+        """Let what is launched next wait until the word is 1."""
+        ...
+
+
+class StreamWords:
+    """Words of the current CUDA stream."""
+
+    def write(self, word: Tensor) -> None:
+        stream_words.write_word(word, 1)
+
+    def wait(self, word: Tensor) -> None:
+        stream_words.wait_word(word, 1)
+
+
+class HostWords:
+    """Words when the accelerator is the CPU: nothing is launched, so the caller itself writes and waits."""
+
+    def write(self, word: Tensor) -> None:
+        word.fill_(1)
+
+    def wait(self, word: Tensor) -> None:
+        end = time.monotonic() + WAIT_LIMIT_S
+        while int(word) == 0:
+            if time.monotonic() > end:
+                raise LaneError(f"the CPU lane gave no answer within {WAIT_LIMIT_S:.0f} s")
+            time.sleep(_HOST_POLL_S)
+
+
+class Handover:
+    """Buffers, words and the CPU lane's script for steps of B rows.
+
+    Args:
+        spec: heads, layers and head_dim (the scale is head_dim ** -0.5).
+        pool: the DRAM pool.
+        num_rows: B.
+        dtype: of queries.
+        device: the accelerator; with CUDA the buffers are pinned.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, pool: TiledKVPool, num_rows: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        is_cuda = device.type == "cuda"
+        heads = (num_rows, spec.num_q_heads, spec.head_dim)
+        self._words: Words = StreamWords() if is_cuda else HostWords()
+        self._q = torch.empty(heads, dtype=dtype, pin_memory=is_cuda)
+        self._out = torch.empty(heads, dtype=torch.float32, pin_memory=is_cuda)
+        self._lse = torch.empty(heads[:2], dtype=torch.float32, pin_memory=is_cuda)
+        # The same memory as the accelerator sees it: its kernels read and write it over the link, without copies.
+        self._q_there, self._out_there, self._lse_there = (
+            view_on_gpu(buffer) if is_cuda else buffer for buffer in (self._q, self._out, self._lse)
+        )
+        # [asked or answered, L, words of a cache line]
+        self._flags = torch.zeros(2, spec.num_layers, WORD_STRIDE, dtype=torch.int32, pin_memory=is_cuda)
+        self._host_flags = self._flags.numpy()  # the same memory
+        self._launched = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # torch has no types here
+        self._script = AttentionScript(pool.native, self._flags[0], self._flags[1])
+        for layer_idx in range(spec.num_layers):
+            k, v = pool.layer(layer_idx)
+            k_scales, v_scales = pool.scales(layer_idx)
+            self._script.add_layer(
+                self._q, k, v, scale=spec.head_dim**-0.5, k_scales=k_scales, v_scales=v_scales, out=self._out,
+                lse=self._lse,
+            )  # fmt: skip
+
+    def send(self, layer_idx: int, q: Tensor) -> None:
+        """Launch: bring rotated queries [B, Hq, D] to the CPU lane."""
+        torch.add(q, 0, out=self._q_there)  # a kernel; copy_ would be a job for the copy engine, which is slower
+        self._words.write(self._flags[0, layer_idx, :1])
+
+    def receive(self, layer_idx: int) -> AttentionState:
+        """Launch: wait for the CPU lane's answer. It is read over the link, and valid until the next layer's."""
+        self._words.wait(self._flags[1, layer_idx, :1])
+        return AttentionState(self._out_there, self._lse_there)
+
+    def reset(self) -> None:
+        """Make ready for a step.
+
+        Raises:
+            LaneError: the accelerator has not come to the end of the last step in time: its waits would never end if
+                the words became 0.
+        """
+        end = time.monotonic() + WAIT_LIMIT_S
+        while self._launched is not None and not self._launched.query():  # type: ignore[no-untyped-call]  # torch has no types here
+            if time.monotonic() > end:
+                raise LaneError(f"the accelerator did not end its last step within {WAIT_LIMIT_S:.0f} s")
+        self._host_flags[:] = 0
+
+    def mark_launched(self) -> None:
+        """Say that a whole step has been launched."""
+        if self._launched is not None:
+            self._launched.record()
+
+    def answer(self, batches: Sequence[KeyBatch]) -> None:
+        """Do the CPU lane's part of a step that was launched, in the calling thread.
+
+        Args:
+            batches: the keys of each layer in the DRAM pool.
+        Raises:
+            LaneError: the queries of a layer did not come in time. The accelerator's waits are ended all the same, so
+                the step runs out; what it gives is worthless.
+        """
+        num_layers = self._flags.shape[1]
+        num_answered = 0
+        try:
+            num_answered = self._script.run(batches, limit_s=WAIT_LIMIT_S)
+        finally:
+            if num_answered < num_layers:
+                self._host_flags[1, :, 0] = 1
+        if num_answered < num_layers:
+            raise LaneError(
+                f"the accelerator sent no queries of layer {num_answered} to the CPU lane within {WAIT_LIMIT_S:.0f} s"
+            )
+
+    def answer_alone(self, batches: Sequence[KeyBatch]) -> None:
+        """Do the CPU lane's part with the queries that are there; nothing else may be under way."""
+        self.reset()
+        self._host_flags[0, :, 0] = 1
+        self.answer(batches)
+
+    @contextmanager
+    def answering(self, batches: Sequence[KeyBatch]) -> Iterator[None]:
+        """Do the CPU lane's part in a thread of its own while the caller launches the step.
+
+        Raises:
+            LaneError: see `answer`.
+        """
+        failures: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                self.answer(batches)
+            except BaseException as error:  # handed to the caller, below
+                failures.append(error)
+
+        thread = threading.Thread(target=work, name="ambidex-cpu-lane")
+        thread.start()
+        try:
+            yield
+        except BaseException:
+            self._host_flags[0, :, 0] = 1  # what was not launched will never ask: the CPU lane need not wait for it
+            raise
+        finally:
+            self.mark_launched()
+            thread.join()
+        if failures:
+            raise failures[0]

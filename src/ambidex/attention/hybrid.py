@@ -1,0 +1,46 @@
+"""`HybridAttention`: the attention of a decode step of fixed form whose older keys lie on both tiers."""
+
+from torch import Tensor
+
+from ambidex.attention.handover import Handover
+from ambidex.attention.paged import PagedAttention
+from ambidex.attention.state import merge
+from ambidex.attention.streamed import StreamedAttention
+
+
+class HybridAttention:
+    """What `models.base.AttentionOp` asks for, for one new token a row; its launches do not depend on the context.
+
+    The CPU lane attends over keys in DRAM while the accelerator attends over its own, and over others in DRAM that it
+    reads over the link.
+
+    Args:
+        paged: the accelerator's keys, the new ones among them.
+        handover: the way to the CPU lane.
+        streamed: the stream lane; None: the CPU lane has all keys in DRAM.
+    """
+
+    def __init__(self, paged: PagedAttention, handover: Handover, streamed: StreamedAttention | None) -> None:
+        self._paged = paged
+        self._handover = handover
+        self._streamed = streamed
+
+    def attend(
+        self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, angles: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """Rotate q and k, store k and v, and attend over the visible keys of both tiers.
+
+        Args:
+            q: [B, Hq, D]; k, v: [B, Hkv, D], on the accelerator, in the dtype of its pool.
+            angles: cos and sin; None: nothing is rotated.
+        Returns:
+            [B, Hq, D] in the dtype of q; 0 for padding.
+        Raises:
+            ShapeError: the tensors fit neither the rows nor the pool.
+        """
+        q = self._paged.store(layer_idx, q, k, v, angles=angles)
+        self._handover.send(layer_idx, q)
+        state = self._paged.attend_pool(layer_idx, q)
+        if self._streamed is not None:
+            state = merge(state, self._streamed.attend(layer_idx, q))
+        return merge(state, self._handover.receive(layer_idx)).out.to(q.dtype)

@@ -1,0 +1,140 @@
+"""`HybridAttention`: three lanes over one context give what one attention over all of it gives."""
+
+import random
+
+import pytest
+import torch
+from tiered_world import make_model_spec
+
+from ambidex.attention.decode_batch import DecodeBatch
+from ambidex.attention.decode_inputs import DecodeInputs
+from ambidex.attention.handover import Handover
+from ambidex.attention.hybrid import HybridAttention
+from ambidex.attention.paged import PagedAttention
+from ambidex.attention.streamed import StreamedAttention, StreamPool
+from ambidex.core.dtypes import DType
+from ambidex.core.errors import LaneError
+from ambidex.core.ids import BlockId, RequestId, Tier
+from ambidex.core.kv_spec import KVOrder, KVSpec
+from ambidex.core.step import BlockRef, ScheduledRequest
+from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
+from ambidex.storage.kv_pool import RowKVPool
+from ambidex.storage.tiled_pool import TiledKVPool
+from truth import assert_within_twice_plain, naive_attend
+
+BLOCK_SIZE, NUM_ROWS, NUM_LAYERS = 16, 4, 3
+LENGTHS = (150, 3, 81)
+"""Tokens of each request, its new one included; one row is padding."""
+SPEC = make_model_spec((None,) * NUM_LAYERS, num_q_heads=6, num_kv_heads=2, head_dim=32)
+CPU = torch.device("cpu")
+DTYPE = torch.float16
+
+
+class World:
+    """Random contexts, cut at random into blocks on both tiers; the newest block is on the accelerator's."""
+
+    def __init__(self, *, stream_share: float) -> None:
+        rng = random.Random(3)
+        generator = torch.Generator().manual_seed(0)
+        rows = KVSpec.of(SPEC, dtype=DType.FP16, block_size=BLOCK_SIZE)
+        tiles = KVSpec.of(SPEC, dtype=DType.FP16, block_size=BLOCK_SIZE, order=KVOrder.TILES)
+        self.gpu = RowKVPool(rows, Tier.GPU, 24, device=CPU, pinned=False)
+        self.dram = TiledKVPool(tiles, Tier.DRAM, 24, native=AttentionPool(ThreadPool(2)), pinned=False)
+        pools = {Tier.GPU: self.gpu, Tier.DRAM: self.dram}
+        for pool in pools.values():
+            pool.k.fill_(torch.nan)
+            pool.v.fill_(torch.nan)
+        free = {tier: rng.sample(range(24), 24) for tier in pools}
+        self.contexts, self.requests = [], []  # K and V, each [L, Hkv, S, D]
+        for index, length in enumerate(LENGTHS):
+            shape = (NUM_LAYERS, 2, -(-length // BLOCK_SIZE) * BLOCK_SIZE, 32)
+            k, v = (torch.randn(shape, generator=generator).to(DTYPE) for _ in range(2))
+            blocks = []
+            for start in range(0, length, BLOCK_SIZE):
+                is_last = start + BLOCK_SIZE >= length
+                tier = Tier.GPU if is_last else rng.choice([Tier.GPU, Tier.DRAM, Tier.DRAM])
+                blocks.append(BlockRef(tier, BlockId(free[tier].pop())))
+                part = slice(start, start + BLOCK_SIZE)
+                pools[tier].write_block(blocks[-1].block_id, k[:, :, part], v[:, :, part])
+            self.contexts.append((k[:, :, :length], v[:, :, :length]))
+            self.requests.append(
+                ScheduledRequest(
+                    request_id=RequestId(str(index)), token_ids=(0,), start=length - 1, blocks=tuple(blocks),
+                    is_sampled=True,
+                )
+            )  # fmt: skip
+        self.inputs = DecodeInputs(max_rows=NUM_ROWS, max_blocks=12, windows=(None,), device=CPU)
+        self.batch = DecodeBatch(self.inputs, block_size=BLOCK_SIZE, has_cpu_lane=True, stream_share=stream_share)
+        self.handover = Handover(SPEC, self.dram, NUM_ROWS, dtype=DTYPE, device=CPU)
+        device = self.inputs.device(NUM_ROWS)
+        self.attention = HybridAttention(
+            PagedAttention(SPEC, self.gpu, device),
+            self.handover,
+            StreamedAttention(SPEC, StreamPool(self.dram, CPU), device) if stream_share else None,
+        )
+        self.q = torch.randn(NUM_LAYERS, NUM_ROWS, 6, 32, generator=generator).to(DTYPE)
+
+    def new_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the new tokens, with a row of padding."""
+        k, v = (
+            torch.stack([context[part][layer, :, -1] for context in self.contexts] + [torch.zeros(2, 32, dtype=DTYPE)])
+            for part in (0, 1)
+        )
+        return k, v
+
+
+@pytest.mark.parametrize("stream_share", [0.0, 0.4, 1.0])
+def test_three_lanes_give_attention_over_the_whole_context(stream_share: float) -> None:
+    world = World(stream_share=stream_share)
+    assert world.batch.try_prepare(world.requests, NUM_ROWS)
+    world.inputs.device(NUM_ROWS).extend_table()
+    assert (world.batch.num_streamed > 0) is (stream_share > 0)
+    assert world.batch.key_batches is not None
+    for _ in range(2):  # steps
+        world.handover.reset()
+        with world.handover.answering([world.batch.key_batches[None]] * NUM_LAYERS):
+            outs = [
+                world.attention.attend(layer, world.q[layer], *world.new_rows(layer)) for layer in range(NUM_LAYERS)
+            ]
+        for layer, out in enumerate(outs):
+            assert out[len(LENGTHS) :].eq(0).all()
+            for row, (k, v) in enumerate(world.contexts):
+                q = world.q[layer, row : row + 1]
+                visible = torch.ones(1, LENGTHS[row], dtype=torch.bool)
+                truth, _ = naive_attend(q.double(), k[layer].double(), v[layer].double(), 32**-0.5, visible)
+                plain, _ = naive_attend(q, k[layer], v[layer], 32**-0.5, visible)
+                assert_within_twice_plain(out[row : row + 1], plain, truth, num_roundings=4)
+
+
+def test_a_step_that_dies_while_it_is_launched_ends_the_cpu_lane_and_the_next_is_right() -> None:
+    world = World(stream_share=0.0)
+    assert world.batch.try_prepare(world.requests, NUM_ROWS)
+    world.inputs.device(NUM_ROWS).extend_table()
+    assert world.batch.key_batches is not None
+    batches = [world.batch.key_batches[None]] * NUM_LAYERS
+    world.handover.reset()
+
+    def die() -> None:
+        with world.handover.answering(batches):
+            world.attention.attend(0, world.q[0], *world.new_rows(0))
+            raise RuntimeError("died")
+
+    with pytest.raises(RuntimeError, match="died"):
+        die()
+    world.handover.reset()
+    with world.handover.answering(batches):
+        out = world.attention.attend(0, world.q[0], *world.new_rows(0))
+        for layer in (1, 2):
+            world.attention.attend(layer, world.q[layer], *world.new_rows(layer))
+    assert out.isfinite().all()
+
+
+def test_an_accelerator_that_never_asks_is_a_lane_error_and_its_waits_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ambidex.attention.handover.WAIT_LIMIT_S", 0.05)
+    world = World(stream_share=0.0)
+    assert world.batch.try_prepare(world.requests, NUM_ROWS)
+    assert world.batch.key_batches is not None
+    world.handover.reset()
+    with pytest.raises(LaneError, match="no queries of layer 0"):
+        world.handover.answer([world.batch.key_batches[None]] * NUM_LAYERS)
+    world.handover.receive(2)  # would wait for ever if the word were not set
