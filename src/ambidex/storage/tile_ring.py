@@ -128,12 +128,15 @@ class TileRing:
             records, targets = (part.reshape(*part.shape[:3], -1) for part in (source, to))  # scales: [Hkv, N, P, 1]
             tiles.fetch_blocks(records, blocks.device_ids, targets)
             return
+        # Head by head and run by run: each is contiguous on both sides, which is what torch copies without a wait; as a
+        # list, since a call from Python for each would take as long as the link.
+        targets_of_runs: list[Tensor] = []
+        sources_of_runs: list[Tensor] = []
         for run in blocks.runs:
             first = blocks.ids[run.start]
-            run_of_heads = source[:, first : first + run.stop - run.start]
-            # Head by head: each is contiguous on both sides, which is what torch copies without a wait.
-            for one_to, one in zip(to[:, run].unbind(0), run_of_heads.unbind(0), strict=True):
-                one_to.copy_(one, non_blocking=True)
+            targets_of_runs += to[:, run].unbind(0)
+            sources_of_runs += source[:, first : first + run.stop - run.start].unbind(0)
+        torch._foreach_copy_(targets_of_runs, sources_of_runs, non_blocking=True)
 
     def _views(self, buffer: int, blocks: BlockList) -> tuple[Tensor, ...]:
         views = []
