@@ -41,6 +41,15 @@ def test_streamed_keys_of_ragged_steps_equal_whole_context(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("split", SPLITS)
+def test_streamed_keys_of_whole_blocks_equal_whole_context(split: str, device: str) -> None:
+    """Whole blocks that all queries see travel in another order than that of their positions."""
+    world = TieredWorld(make_model_spec((None, 100)), SPLITS[split], block_size=16, device=device, min_streamed=2)
+    for work in [[(0, 64)], [(0, 96), (1, 16)], [(1, 48), (0, 32)], [(0, 16)]]:
+        world.step(work)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"),
     [(DType.FP32, DType.BF16), (DType.FP32, DType.FP16), (DType.FP32, DType.INT8), (DType.BF16, DType.BF16),
