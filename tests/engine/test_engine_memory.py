@@ -1,4 +1,4 @@
-"""What captured decode steps take from the accelerator's budget."""
+"""What captured decode steps and the stream lane take from the accelerator's budget."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from ambidex.core.config import EngineConfig
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import Tier
-from ambidex.core.kv_spec import KVSpec
+from ambidex.core.kv_spec import KVOrder, KVSpec, StreamBuffers
 from ambidex.core.model_spec import Activation, ModelSpec
 from ambidex.core.units import GIB, MIB
 from ambidex.engine.memory import BYTES_PER_GRAPH, FreeMemory, MemoryPlan, graph_bytes, plan_memory
@@ -19,7 +19,7 @@ SPEC = ModelSpec(
 FREE = FreeMemory(accelerator=GIB, dram=GIB, is_shared=False)
 
 
-def plan(gpu_memory: int, buckets: tuple[int, ...]) -> MemoryPlan:
+def plan(gpu_memory: int, buckets: tuple[int, ...], *, stream: StreamBuffers | None = None) -> MemoryPlan:
     spec = KVSpec.of(SPEC, dtype=DType.BF16, block_size=16)
     config = EngineConfig(model="any", gpu_memory=gpu_memory, max_context_len=512)
     return plan_memory(
@@ -30,6 +30,7 @@ def plan(gpu_memory: int, buckets: tuple[int, ...]) -> MemoryPlan:
         free=FREE,
         weights_bytes=MIB,
         graph_buckets=buckets,
+        stream=stream,
     )
 
 
@@ -50,3 +51,20 @@ def test_graphs_stand_in_the_ledger_and_leave_less_for_kv() -> None:
 def test_a_budget_without_room_for_graphs_is_refused_with_their_size() -> None:
     with pytest.raises(ConfigError, match=r"CUDA graphs 48\.\d MiB: give at least"):
         plan(40 * MIB, (1, 2, 4))
+
+
+def test_stream_buffers_hold_a_ring_of_pieces_and_the_rows_of_one() -> None:
+    kv = KVSpec.of(SPEC, dtype=DType.INT8, block_size=64, order=KVOrder.TILES)
+    buffers = StreamBuffers.of(kv, max_context_len=200, number_bytes=2)
+    row_size, heads = kv.row_size, kv.num_kv_heads
+    tokens = 4 * 64  # blocks: the context is shorter than a full piece
+    assert buffers.num_bytes == tokens * (3 * 2 * heads * (row_size + 4) + 2 * heads * SPEC.head_dim * 2)
+
+
+def test_stream_buffers_stand_in_the_ledger() -> None:
+    kv = KVSpec.of(SPEC, dtype=DType.BF16, block_size=16, order=KVOrder.TILES)
+    buffers = StreamBuffers.of(kv, max_context_len=SPEC.max_context_len, number_bytes=2)
+    without, memory = plan(GIB, ()), plan(GIB, (), stream=buffers)
+    taken = {entry.owner: entry.num_bytes for entry in memory.ledger.entries(Tier.GPU)}
+    assert taken["stream"] == buffers.num_bytes > 0
+    assert "stream" not in {entry.owner for entry in without.ledger.entries(Tier.GPU)}

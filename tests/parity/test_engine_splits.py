@@ -7,6 +7,8 @@ import pytest
 
 from ambidex import LLM, EngineConfig, SamplingParams
 from ambidex.core.config import DeviceKind, DTypeChoice
+from ambidex.core.ids import Lane
+from ambidex.engine.build import build_engine
 from tiny_engine import make_engine_folder
 from tiny_models import VARIANTS, VOCAB_SIZE
 
@@ -63,6 +65,30 @@ def test_greedy_tokens_under_every_split_equal_unsplit_run(variant: str, device:
         assert got == wanted, f"{name}, {sizes}, together"
     for name, split in SPLITS.items():
         assert alone(folder, prompts[-1:], device=device, block_size=4, **split) == wanted[-1:], f"{name}, alone"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("variant", ["llama", "qwen2_windows"])
+def test_greedy_tokens_with_keys_streamed_from_dram_equal_unsplit_run(
+    variant: str, device: DeviceKind, tmp_path: Path
+) -> None:
+    """Chunks of prompts over keys that lie in DRAM, beside requests that decode; block size and chunk fit ill."""
+    folder = make_engine_folder(tmp_path, variant)
+    prompts = make_prompts()
+    wanted = alone(folder, prompts, device=device)
+    for chunk, split in ((23, "none on the accelerator"), (48, "sink and short window"), (30, "pressure")):
+        config = EngineConfig(
+            model=str(folder), dtype=DTypeChoice.FP32, device=device, block_size=16, max_tokens_per_step=chunk,
+            **SPLITS[split],  # type: ignore[arg-type]
+        )  # fmt: skip
+        engine = build_engine(config, min_streamed=2)
+        ids, answers = [engine.add(prompt, PARAMS) for prompt in prompts], {}
+        while engine.has_work:
+            answers |= {output.request_id: output for output in engine.step()}
+        assert [answers[request_id].token_ids for request_id in ids] == wanted, split
+        assert engine.stats.lane_bytes[Lane.STREAM] > 0
+        assert engine.stats.lane_bytes[Lane.CPU] > 0
+        assert engine.stats.num_failed_moves == 0
 
 
 def test_greedy_tokens_when_blocks_run_out_equal_unsplit_run(tmp_path: Path) -> None:

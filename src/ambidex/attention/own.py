@@ -43,5 +43,5 @@ def _attend_self(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionStat
     num_tokens, num_kv_heads, head_dim = k.shape
     q_grouped = q.view(num_tokens, num_kv_heads, q.shape[1] // num_kv_heads, head_dim).float()  # [T, Hkv, G, D]
     scores = torch.linalg.vecdot(q_grouped, k.unsqueeze(2).float()).mul_(scale)
-    out = v.float().unsqueeze(2).expand(q_grouped.shape).reshape(q.shape)
-    return AttentionState(out, scores.view(q.shape[:2]))
+    out = torch.empty(q_grouped.shape, device=q.device).copy_(v.unsqueeze(2))  # never v itself: states may be changed
+    return AttentionState(out.view(q.shape), scores.view(q.shape[:2]))

@@ -38,3 +38,16 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     Source: online softmax, arXiv:1805.02867.
     """
     return AttentionState(*api.merge_states(a.out, a.lse, b.out, b.lse))
+
+
+def merge_rows(state: AttentionState, part: AttentionState, rows: slice) -> AttentionState:
+    """Join to some rows of a state, whose `out` is fp32, a part over other keys; may change the state in place.
+
+    Args:
+        part: of the queries `rows` alone.
+    """
+    if rows == slice(0, len(state.lse)):
+        return merge(state, part)
+    joined = merge(AttentionState(state.out[rows], state.lse[rows]), part)
+    state.out[rows], state.lse[rows] = joined.out, joined.lse
+    return state

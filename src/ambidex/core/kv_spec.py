@@ -6,9 +6,16 @@ from typing import Final
 
 from ambidex.core.dtypes import DType
 from ambidex.core.model_spec import ModelSpec
+from ambidex.core.units import MIB
 
 TILE_TOKENS: Final = 16
 """A block in tile order holds a multiple of so many tokens: the rows of an AMX tile, the lanes of an AVX-512 vector."""
+STREAM_BUFFERS: Final = 3
+"""Pieces of the stream lane that are on their way or waiting to be attended. Two would do to copy one while another is
+attended; a third lets the link go on while a layer's products run, when no piece is used up."""
+STREAM_PIECE_BYTES: Final = 32 * MIB
+"""Bytes of a piece in the compute format, if the context has them: 0.6 ms of a link of 55 GB/s. Each piece costs one
+more merge of all queries' states, so larger ones are better; 8192 tokens of 8 heads of 128 16-bit numbers."""
 TILE_DIMS: Final = 32
 """A row in tile order is padded to a multiple of so many numbers: the bf16 pairs of an AMX tile's row."""
 
@@ -68,3 +75,33 @@ class KVSpec:
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens occupy."""
         return -(-num_tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamBuffers:
+    """What the stream lane holds on the accelerator: a ring of pieces as they lie in DRAM, and one piece as rows.
+
+    A piece is K and V of `piece_blocks` blocks of one layer and request, all KV heads.
+    """
+
+    kv: KVSpec
+    piece_blocks: int
+    number_bytes: int
+    """Bytes of a number of the rows that are attended."""
+
+    @classmethod
+    def of(cls, kv: KVSpec, *, max_context_len: int, number_bytes: int) -> "StreamBuffers":
+        """Buffers for contexts of at most `max_context_len` tokens over a pool of DRAM."""
+        row_bytes = 2 * kv.num_kv_heads * kv.head_dim * number_bytes * kv.block_size
+        return cls(
+            kv=kv,
+            piece_blocks=max(1, min(STREAM_PIECE_BYTES // row_bytes, kv.num_blocks(max_context_len))),
+            number_bytes=number_bytes,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of it."""
+        tokens = self.piece_blocks * self.kv.block_size
+        rows = 2 * self.kv.num_kv_heads * self.kv.head_dim * self.number_bytes
+        return tokens * (STREAM_BUFFERS * self.kv.bytes_per_token_layer + rows)

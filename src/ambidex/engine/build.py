@@ -9,13 +9,14 @@ from typing import Final
 
 import torch
 
+from ambidex.attention.chunk_stream import MIN_STREAMED_QUERIES, ChunkStream
 from ambidex.attention.streamed import can_stream, measure_stream_share
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import CudaGraphs, EngineConfig, LoadFormat
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError, NativeModuleError
 from ambidex.core.ids import Tier
-from ambidex.core.kv_spec import KVOrder, KVSpec
+from ambidex.core.kv_spec import KVOrder, KVSpec, StreamBuffers
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.regions import Regions
 from ambidex.core.units import format_size
@@ -42,10 +43,11 @@ from ambidex.runner.device import TORCH_DTYPES, activation_dtype, choose_device,
 from ambidex.runner.graphs import Capture, CudaCapture, DecodeForm, DecodeSteps, make_buckets
 from ambidex.runner.runner import Forward, ModelRunner, call_model
 from ambidex.runner.sampler import Sampler
-from ambidex.runner.tracing import trace_lanes
+from ambidex.runner.tracing import LaneTracing, trace_lanes
 from ambidex.sched.scheduler import Scheduler
 from ambidex.storage.copy import CopyBlock, CopyEngine, copy_block
 from ambidex.storage.kv_pool import KVPool, RowKVPool
+from ambidex.storage.tile_writer import TileWriter
 from ambidex.storage.tiled_pool import TiledKVPool
 from ambidex.text.chat import ChatTemplate
 from ambidex.text.guided import GuideCompiler
@@ -75,6 +77,7 @@ class _Choices:
     kv: KVFormat
     decode_form: DecodeForm
     decode_form_why: str
+    stream: StreamBuffers | None
     memory: MemoryPlan
 
 
@@ -86,6 +89,7 @@ def build_engine(
     copy: CopyBlock = copy_block,
     decode_form: DecodeForm | None = None,
     capture: Callable[[], Capture] = CudaCapture,
+    min_streamed: int | None = None,
 ) -> Engine:
     """Load a model and make it ready to answer.
 
@@ -94,12 +98,14 @@ def build_engine(
         forward, copy: how the model is called and how a block is copied; a test hands in ones that fail.
         decode_form: how decode steps run; None: as the configuration and the device have it.
         capture: makes what captures them, if they are captured; a test hands in one that needs no GPU.
+        min_streamed: queries from which the stream lane reads keys in DRAM; None: as `ChunkStream` has it on a GPU, and
+            none on a CPU, which is where a test hands in a number.
     Raises:
         ConfigError, ModelError: the settings or the model cannot be used.
         MachineError: the machine has not what they need.
     """
     tracer = open_tracer(config.trace)
-    choices = _choose(config, decode_form)
+    choices = _choose(config, decode_form, streams_chunks=min_streamed is not None)
     tokenizer = load_tokenizer(choices.source)
     eos_ids = _eos_ids(choices.spec, tokenizer)
     torch.set_num_threads(choices.num_threads)
@@ -122,7 +128,7 @@ def build_engine(
     trace = trace_lanes(tracer, choices.device, copy)
     runner = ModelRunner(
         model=model,
-        attention=TieredAttention(choices.spec, pools, wrap=trace.wrap, cpu_lane=trace.cpu_lane),
+        attention=_make_attention(choices, pools, min_streamed, trace),
         sampler=Sampler(vocab_size=choices.spec.vocab_size, device=choices.device),
         copies=CopyEngine(pools, copy=trace.copy),
         device=choices.device,
@@ -172,7 +178,7 @@ def default_num_threads(device: torch.device) -> int:
     return max(1, read_topology().num_usable_cores - (device.type == "cuda"))
 
 
-def _choose(config: EngineConfig, decode_form: DecodeForm | None) -> _Choices:
+def _choose(config: EngineConfig, decode_form: DecodeForm | None, *, streams_chunks: bool) -> _Choices:
     source = find_model(config.model)
     spec = read_spec(source)
     device = choose_device(config.device)
@@ -190,6 +196,14 @@ def _choose(config: EngineConfig, decode_form: DecodeForm | None) -> _Choices:
     has_row_ops = is_cuda or form is not DecodeForm.ORDINARY
     kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
     weights_bytes = _weights_bytes(spec, dtype, device)
+    activations = activation_dtype(dtype, device)
+    stream = None
+    if (streams_chunks or is_cuda) and config.dram_memory != 0 and kv.specs[Tier.DRAM].order is KVOrder.TILES:
+        stream = StreamBuffers.of(
+            kv.specs[Tier.DRAM],
+            max_context_len=config.max_context_len or spec.max_context_len,
+            number_bytes=activations.num_bytes,
+        )
     return _Choices(
         source=source,
         spec=spec,
@@ -201,14 +215,16 @@ def _choose(config: EngineConfig, decode_form: DecodeForm | None) -> _Choices:
         kv=kv,
         decode_form=form,
         decode_form_why=form_why,
+        stream=stream,
         memory=plan_memory(
             config,
             spec,
             kv.specs,
-            activations=activation_dtype(dtype, device),
+            activations=activations,
             free=_free_memory(device),
             weights_bytes=weights_bytes,
             graph_buckets=_decode_buckets(config) if form is DecodeForm.CAPTURED else (),
+            stream=stream,
         ),
     )
 
@@ -375,6 +391,26 @@ def _make_pool(
     if threads is not None and specs[tier].order is KVOrder.TILES:
         return TiledKVPool(specs[tier], tier, blocks[tier], native=threads, pinned=pinned)
     return RowKVPool(specs[tier], tier, blocks[tier], device=device, pinned=pinned)
+
+
+def _make_attention(
+    choices: _Choices, pools: dict[Tier, KVPool], min_streamed: int | None, trace: LaneTracing
+) -> TieredAttention:
+    """Attention over both pools, on a GPU with what carries keys and rows between DRAM and it."""
+    spec, pool, device = choices.spec, pools[Tier.DRAM], choices.device
+    if choices.stream is None or not isinstance(pool, TiledKVPool) or pool.num_blocks == 0:
+        return TieredAttention(spec, pools, wrap=trace.wrap, cpu_lane=trace.cpu_lane)
+    stream = ChunkStream(
+        pool,
+        device=device,
+        dtype=TORCH_DTYPES[activation_dtype(choices.dtype, device)],
+        scale=spec.head_dim**-0.5,
+        windows=spec.windows,
+        sizes=choices.stream,
+        min_queries=min_streamed or MIN_STREAMED_QUERIES,
+    )
+    writer = TileWriter(pool, device) if pool.is_within_reach(device) else None
+    return TieredAttention(spec, pools, wrap=trace.wrap, cpu_lane=trace.cpu_lane, stream=stream, writer=writer)
 
 
 def _report(

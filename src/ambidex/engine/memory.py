@@ -7,7 +7,7 @@ from ambidex.core.config import EngineConfig
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import Tier
-from ambidex.core.kv_spec import KVSpec
+from ambidex.core.kv_spec import KVSpec, StreamBuffers
 from ambidex.core.ledger import MemoryLedger
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.units import MIB, format_size
@@ -91,6 +91,7 @@ def plan_memory(
     free: FreeMemory,
     weights_bytes: int,
     graph_buckets: Sequence[int] = (),
+    stream: StreamBuffers | None = None,
 ) -> MemoryPlan:
     """Divide the budgets.
 
@@ -99,6 +100,7 @@ def plan_memory(
         activations: the format that is computed in.
         weights_bytes: all parameters.
         graph_buckets: rows of the decode steps that are captured as graphs; empty: none are.
+        stream: buffers of the stream lane; None: there is none.
     Raises:
         ConfigError: a budget is too small for the model; says what is needed.
     """
@@ -111,7 +113,8 @@ def plan_memory(
         num_bytes=activations.num_bytes,
     )
     graphs = graph_bytes(spec, graph_buckets, num_bytes=activations.num_bytes)
-    fixed = weights_bytes + workspace + graphs
+    streamed = stream.num_bytes if stream is not None else 0
+    fixed = weights_bytes + workspace + graphs + streamed
     gpu_budget, dram_budget = _budgets(config, free, fixed)
     context_blocks = kv[Tier.GPU].num_blocks(wanted_len)
     most_blocks = context_blocks * config.max_running_requests
@@ -123,9 +126,9 @@ def plan_memory(
     if gpu_blocks < 0 or gpu_budget < fixed:
         raise ConfigError(
             f"--gpu-memory {format_size(gpu_budget)} is too small: weights take {format_size(weights_bytes)}, "
-            f"workspace {format_size(workspace)}, CUDA graphs {format_size(graphs)}: give at least "
-            f"{format_size(fixed + gpu_block_bytes)}, or a smaller --max-tokens-per-step, --max-running-requests or "
-            f"--max-context-len"
+            f"workspace {format_size(workspace)}, stream buffers {format_size(streamed)}, CUDA graphs "
+            f"{format_size(graphs)}: give at least {format_size(fixed + gpu_block_bytes)}, or a smaller "
+            f"--max-tokens-per-step, --max-running-requests or --max-context-len"
         )
     dram_blocks = max(
         0, min(dram_budget // dram_block_bytes, default_blocks if config.dram_memory is None else most_blocks)
@@ -142,6 +145,8 @@ def plan_memory(
     ledger.take(Tier.GPU, "workspace", workspace)
     if graphs:
         ledger.take(Tier.GPU, "graphs", graphs)
+    if streamed:
+        ledger.take(Tier.GPU, "stream", streamed)
     ledger.take(Tier.GPU, "kv", gpu_blocks * gpu_block_bytes)
     ledger.take(Tier.DRAM, "kv", dram_blocks * dram_block_bytes)
     return MemoryPlan(num_blocks=num_blocks, max_context_len=max_len, max_context_reason=reason, ledger=ledger)

@@ -25,6 +25,9 @@ IMPLEMENTATIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "layer_norm": ("reference", "torch"),
     "rotate_and_store": ("reference", "triton"),
     "silu_mul": ("reference", "native", "triton"),
+    "fetch_blocks": ("reference", "triton"),
+    "unpack_blocks": ("reference", "triton"),
+    "pack_blocks": ("reference", "triton"),
 }
 """Ops with a choice, and what there is to choose from; every other op has its reference only."""
 

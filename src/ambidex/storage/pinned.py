@@ -6,6 +6,7 @@ A buffer of exact size is registered after the fact; torch's own pinned allocato
 import logging
 import weakref
 from contextlib import suppress
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torch import Tensor
 from ambidex.core.units import format_size
 
 logger = logging.getLogger(__name__)
+
+_MAPPED: Final = 2  # cudaHostRegisterMapped: kernels on the GPU may follow the address, too
 
 
 def register_pinned(tensor: Tensor, owner: object) -> bool:
@@ -27,7 +30,7 @@ def register_pinned(tensor: Tensor, owner: object) -> bool:
         logger.warning("%s of host memory stay pageable: there is no CUDA device", format_size(num_bytes))
         return False
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types here
-    error = cudart.cudaHostRegister(tensor.data_ptr(), num_bytes, 0)
+    error = cudart.cudaHostRegister(tensor.data_ptr(), num_bytes, _MAPPED)
     if int(error) != 0:
         logger.warning(
             "%s of host memory stay pageable, copies are slower: the driver says %s (limit: ulimit -l)",

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVSpec
-from ambidex.kernels import api
+from ambidex.kernels import api, tiles
 from ambidex.kernels.cpu.native import AttentionPool
+from ambidex.kernels.dispatch import choose
 from ambidex.kernels.reference import kv_tiles
 from ambidex.storage.kv_pool import TORCH_DTYPES, KVPool
 from ambidex.storage.pinned import register_pinned
@@ -37,12 +38,27 @@ class TiledKVPool(KVPool):
         scales = (spec.num_layers, spec.num_kv_heads, num_blocks, spec.block_size)
         self.k_scales = torch.empty(scales) if spec.dtype.num_scale_bytes else None  # [L, Hkv, N, P] fp32
         self.v_scales = torch.empty(scales) if spec.dtype.num_scale_bytes else None
+        if pinned:
+            self.num_pin_failures += sum(not register(part, self) for part in self.tensors[2:])
+            self.is_pinned = self.num_pin_failures == 0
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         if self.k_scales is None or self.v_scales is None:
             return (self.k, self.v)
         return (self.k, self.v, self.k_scales, self.v_scales)
+
+    def is_within_reach(self, device: torch.device) -> bool:
+        """Whether kernels on the device read and write this pool in place: the host's own, and Triton's if pinned."""
+        if device.type == "cpu":
+            return True
+        return self.is_pinned and all(
+            choose(op, device.type).name == "triton" for op in ("fetch_blocks", "pack_blocks", "unpack_blocks")
+        )
+
+    def layer_tensors(self, layer_idx: int) -> tuple[Tensor, ...]:
+        """K, V and for int8 their scales of one layer, each [Hkv, N, …]; views."""
+        return tuple(part[layer_idx] for part in self.tensors)
 
     def scales(self, layer_idx: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Scales of K and V of one layer, each [Hkv, N, P] fp32; None for floating formats."""
@@ -91,14 +107,37 @@ class TiledKVPool(KVPool):
         return _values(k, self.k_scales[:, :, block_id], dtype), _values(v, self.v_scales[:, :, block_id], dtype)
 
     def write_block(self, block_id: int, k: Tensor, v: Tensor) -> None:
-        """Fill a block; rows on another device are laid out there, so what crosses the link is ready to be read."""
-        k_numbers, k_scales = self._numbers(k)
-        v_numbers, v_scales = self._numbers(v)
-        self.k[:, :, block_id].copy_(kv_tiles.pack_k(k_numbers))
-        self.v[:, :, block_id].copy_(kv_tiles.pack_v(v_numbers))
-        if k_scales is not None and v_scales is not None and self.k_scales is not None and self.v_scales is not None:
-            self.k_scales[:, :, block_id].copy_(k_scales)
-            self.v_scales[:, :, block_id].copy_(v_scales)
+        """Fill a block; rows on another device are laid out there, so what crosses the link is ready to be read.
+
+        Cost: one launch and no wait if the device reaches this pool; else one copy of K, one of V, and a wait.
+        """
+        if self.is_within_reach(k.device):
+            job = torch.tensor([[0, block_id, 0, self.spec.block_size]]).to(k.device, non_blocking=True)
+            self.write_rows(slice(None), job, k, v)
+            return
+        numbers = [self._numbers(k), self._numbers(v)]
+        packed = [kv_tiles.pack_k(numbers[0][0]), kv_tiles.pack_v(numbers[1][0])]
+        scales = [part for _, part in numbers if part is not None]
+        # Contiguous, so one copy each, into pinned memory; torch would copy into a block's strided places by itself
+        # through pageable memory.
+        arrived = [part.contiguous().to("cpu", non_blocking=True) for part in (*packed, *scales)]
+        torch.cuda.current_stream(k.device).synchronize()
+        for part, source in zip(self.tensors, arrived, strict=True):
+            part[:, :, block_id].copy_(source)
+
+    def write_rows(self, layers: slice, jobs: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write rows into blocks of some layers, by the device that holds the rows.
+
+        Args:
+            jobs: [J, 4] int64 on the device of k, as in `kernels.tiles.pack_blocks`.
+            k, v: [L, Hkv, T, D] of those layers, in a floating format, on a device that reaches this pool.
+        Cost: does not wait for a GPU.
+        """
+        tiles.pack_blocks(
+            k, v, jobs, self.k[layers], self.v[layers],
+            k_scales=None if self.k_scales is None else self.k_scales[layers],
+            v_scales=None if self.v_scales is None else self.v_scales[layers],
+        )  # fmt: skip
 
     def _store(
         self, part: Literal["k", "v"], pool: Tensor, pool_scales: Tensor | None, slots: Tensor, rows: Tensor

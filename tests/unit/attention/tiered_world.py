@@ -2,18 +2,21 @@
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ambidex.attention.chunk_stream import ChunkStream
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.dtypes import DType
 from ambidex.core.ids import BlockId, RequestId, Tier
-from ambidex.core.kv_spec import TILE_TOKENS, KVOrder, KVSpec
+from ambidex.core.kv_spec import TILE_TOKENS, KVOrder, KVSpec, StreamBuffers
 from ambidex.core.model_spec import Activation, ModelSpec
 from ambidex.core.step import BlockRef, ScheduledRequest
 from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
 from ambidex.storage.kv_pool import TORCH_DTYPES, KVPool, RowKVPool
+from ambidex.storage.tile_writer import TileWriter
 from ambidex.storage.tiled_pool import TiledKVPool
 from dense_attention import visible_keys
 from truth import assert_within_twice_plain, naive_attend, plain_int8_attend
@@ -47,7 +50,15 @@ def make_pools(
 ) -> dict[Tier, KVPool]:
     """Pools full of NaN: what was never stored must never be seen. In host memory they are in tiles if they can."""
     pools = {
-        tier: _make_pool(spec, tier, count, block_size, dtype, device if tier is Tier.GPU else "cpu")
+        tier: _make_pool(
+            spec,
+            tier,
+            count,
+            block_size,
+            dtype,
+            device if tier is Tier.GPU else "cpu",
+            device == "cuda" and tier is Tier.DRAM,
+        )
         for tier, count in num_blocks.items()
     }
     for pool in pools.values():
@@ -56,12 +67,14 @@ def make_pools(
     return pools
 
 
-def _make_pool(spec: ModelSpec, tier: Tier, num_blocks: int, block_size: int, dtype: DType, device: str) -> KVPool:
+def _make_pool(
+    spec: ModelSpec, tier: Tier, num_blocks: int, block_size: int, dtype: DType, device: str, pinned: bool
+) -> KVPool:
     is_tiled = device == "cpu" and block_size % TILE_TOKENS == 0
     order = KVOrder.TILES if is_tiled else KVOrder.ROWS
     kv_spec = KVSpec.of(spec, dtype=dtype, block_size=block_size, order=order)
     if is_tiled:
-        return TiledKVPool(kv_spec, tier, num_blocks, native=AttentionPool(ThreadPool(2)), pinned=False)
+        return TiledKVPool(kv_spec, tier, num_blocks, native=AttentionPool(ThreadPool(2)), pinned=pinned)
     return RowKVPool(kv_spec, tier, num_blocks, device=torch.device(device), pinned=False)
 
 
@@ -69,7 +82,8 @@ class TieredWorld:
     """Runs steps through `TieredAttention` and checks each layer's output against attention over the whole context.
 
     `tier_of(request_idx, block_idx)` says where a block is placed; ids are drawn at random. `kv_dtype`: the format of
-    both pools, `dtype` unless named.
+    both pools, `dtype` unless named. `min_streamed`: the DRAM pool is read by the stream lane for so many queries or
+    more, and written by the accelerator, on a CPU as on a GPU.
     """
 
     def __init__(
@@ -83,18 +97,32 @@ class TieredWorld:
         kv_dtype: DType | None = None,
         device: str = "cpu",
         seed: int = 0,
+        min_streamed: int | None = None,
     ) -> None:
         num_blocks = num_blocks or {Tier.GPU: 64, Tier.DRAM: 64}
         self.spec, self.tier_of, self.block_size, self.device = spec, tier_of, block_size, device
         self.dtype = TORCH_DTYPES[dtype]
         self.kv_dtype = kv_dtype or dtype
         self.pools = make_pools(spec, num_blocks, block_size=block_size, dtype=self.kv_dtype, device=device)
-        self.attention = TieredAttention(spec, self.pools)
+        self.attention = TieredAttention(spec, self.pools, **self._stream(min_streamed))
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.free = {tier: self.random.sample(range(count), count) for tier, count in num_blocks.items()}
         self.blocks: dict[int, list[BlockRef]] = {}
         self.contexts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (request, layer) → K, V [Hkv, S, D]
+
+    def _stream(self, min_streamed: int | None) -> dict[str, Any]:
+        pool, device = self.pools[Tier.DRAM], torch.device(self.device)
+        if min_streamed is None:
+            return {}
+        assert isinstance(pool, TiledKVPool)
+        assert pool.is_within_reach(device)
+        sizes = StreamBuffers(kv=pool.spec, piece_blocks=2, number_bytes=self.dtype.itemsize)
+        lane = ChunkStream(
+            pool, device=device, dtype=self.dtype, scale=self.spec.head_dim**-0.5, windows=self.spec.windows,
+            sizes=sizes, min_queries=min_streamed,
+        )  # fmt: skip
+        return {"stream": lane, "writer": TileWriter(pool, device)}
 
     def context_len(self, request_idx: int) -> int:
         return self.contexts[request_idx, 0][0].shape[1] if (request_idx, 0) in self.contexts else 0

@@ -1,0 +1,118 @@
+"""The door to the ops that carry blocks in tile order between host memory and an accelerator.
+
+Beside those of `api.py`, because their tensors lie on two devices: a pool in host memory, and rows where they are
+computed. With Triton the host's side must be pinned: the GPU follows its address. Letters as in `api.py`, R numbers of
+a padded row, J jobs.
+"""
+
+import torch
+from torch import Tensor
+
+from ambidex.core.errors import ShapeError
+from ambidex.kernels.dispatch import choose
+from ambidex.kernels.reference import kv_blocks
+from ambidex.kernels.reference.kv_tiles import padded_dim, value_depth
+from ambidex.kernels.shapes import check_shapes
+
+
+def fetch_blocks(pool: Tensor, block_ids: Tensor, out: Tensor) -> None:
+    """Copy blocks of a pool in host memory to another device, as they are.
+
+    Args:
+        pool: [Hkv, N, P, R] in any order, contiguous but for the first axis; a record [P, R] is whole 4-byte words.
+        block_ids: [n] int64 on the device of out.
+        out: [Hkv, n, P, R] in the pool's dtype, contiguous.
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+    Cost: reads the blocks over the link.
+    """
+    check_shapes(pool=(pool, "Hkv N P R"), block_ids=(block_ids, "n"), out=(out, "Hkv n P R"))
+    if pool.dtype != out.dtype or not out.is_contiguous() or block_ids.device != out.device:
+        raise ShapeError(f"out: expected contiguous {pool.dtype} where block_ids lie, got {out.dtype} on {out.device}")
+    if choose("fetch_blocks", out.device.type).name == "triton":
+        from ambidex.kernels.triton import fetch as triton_fetch
+
+        return triton_fetch.fetch_blocks(pool, block_ids, out)
+    return kv_blocks.fetch_blocks(pool, block_ids, out)
+
+
+def unpack_blocks(
+    k: Tensor,
+    v: Tensor,
+    k_out: Tensor,
+    v_out: Tensor,
+    *,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+) -> None:
+    """K and V of blocks in tile order → their rows side by side.
+
+    Args:
+        k, v: [Hkv, n, P, R] contiguous, of one dtype.
+        k_out, v_out: [Hkv, n · P, D] contiguous, in a floating format, on the device of k.
+        k_scales, v_scales: [Hkv, n, P] fp32 contiguous, with int8 only: row = scale · integers.
+    Raises:
+        ShapeError: shapes, dtypes or devices do not fit.
+    Cost: reads the tiles and writes the rows once.
+    """
+    check_shapes(k=(k, "Hkv n P R"), v=(v, "Hkv n P R"), k_out=(k_out, "Hkv S D"), v_out=(v_out, "Hkv S D"))
+    num_heads, num_blocks, block_size, row = k.shape
+    if k_out.shape[1] != num_blocks * block_size or padded_dim(k_out.shape[2]) != row:
+        raise ShapeError(f"k_out: {tuple(k_out.shape)} are not the rows of blocks of shape {tuple(k.shape)}")
+    _check_scales(k, k_scales, v_scales, (num_heads, num_blocks, block_size))
+    if not all(x.is_contiguous() and x.device == k.device for x in (k, v, k_out, v_out)):
+        raise ShapeError("k, v, k_out, v_out: expected contiguous tensors on one device")
+    depth = value_depth(block_size, k.element_size())
+    if choose("unpack_blocks", k.device.type).name == "triton":
+        from ambidex.kernels.triton import kv_tiles as triton_tiles
+
+        return triton_tiles.unpack_blocks(k, v, k_out, v_out, depth=depth, k_scales=k_scales, v_scales=v_scales)
+    return kv_blocks.unpack_blocks(k, v, k_out, v_out, k_scales=k_scales, v_scales=v_scales)
+
+
+def pack_blocks(
+    k: Tensor,
+    v: Tensor,
+    jobs: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    *,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+) -> None:
+    """Write rows into blocks of a pool in tile order, whole blocks or a part of their tokens.
+
+    Args:
+        k, v: rows [L, Hkv, T, D] in a floating format, any strides with D contiguous.
+        jobs: [J, 4] int64 on the device of k, no block twice: the row of the block's token 0 (negative if its first
+            tokens are not among the rows), the block, its first and its last written token + 1.
+        k_pool, v_pool: [L, Hkv, N, P, R] contiguous, of one dtype; padded with zeros where they are written.
+        k_scales, v_scales: [L, Hkv, N, P] fp32 contiguous, with int8 only.
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+    Cost: writes the rows over the link once; does not wait.
+    """
+    check_shapes(
+        k=(k, "L Hkv T D"), v=(v, "L Hkv T D"), k_pool=(k_pool, "L Hkv N P R"), v_pool=(v_pool, "L Hkv N P R"),
+    )  # fmt: skip
+    if jobs.dim() != 2 or jobs.shape[1] != 4 or jobs.dtype != torch.int64 or jobs.device != k.device:
+        raise ShapeError(f"jobs: expected int64 [J, 4] on {k.device}, got {jobs.dtype} of shape {tuple(jobs.shape)}")
+    if k.stride(3) != 1 or v.stride(3) != 1 or padded_dim(k.shape[3]) != k_pool.shape[4]:
+        raise ShapeError(f"k: rows {tuple(k.shape)} do not fit tiles of shape {tuple(k_pool.shape)}")
+    _check_scales(k_pool, k_scales, v_scales, tuple(k_pool.shape[:4]))
+    depth = value_depth(k_pool.shape[3], k_pool.element_size())
+    if choose("pack_blocks", k.device.type).name == "triton":
+        from ambidex.kernels.triton import kv_tiles as triton_tiles
+
+        return triton_tiles.pack_blocks(
+            k, v, jobs.contiguous(), k_pool, v_pool, depth=depth, k_scales=k_scales, v_scales=v_scales
+        )
+    return kv_blocks.pack_blocks(k, v, jobs, k_pool, v_pool, k_scales=k_scales, v_scales=v_scales)
+
+
+def _check_scales(tiles: Tensor, k_scales: Tensor | None, v_scales: Tensor | None, shape: tuple[int, ...]) -> None:
+    for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
+        if (scales is None) == (tiles.dtype == torch.int8):
+            raise ShapeError(f"{name}: expected with int8 only, the tiles are {tiles.dtype}")
+        if scales is not None and (scales.shape != shape or scales.dtype != torch.float32):
+            raise ShapeError(f"{name}: expected fp32 {shape}, got {scales.dtype} of shape {tuple(scales.shape)}")
