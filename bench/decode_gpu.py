@@ -51,6 +51,17 @@ SHAPES: Final[Mapping[str, Mapping[str, object]]] = {
         "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                          "original_max_position_embeddings": 8192},
     },
+    "qwen2.5-7b": {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
+        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+        "max_position_embeddings": 1048576, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
+    },
+    "opt-6.7b": {
+        "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 4096, "ffn_dim": 16384,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 50272, "max_position_embeddings": 2048,
+        "word_embed_proj_dim": 4096, "do_layer_norm_before": True, "activation_function": "relu",
+        "tie_word_embeddings": True,
+    },
     "tiny": {  # to try the script
         "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8,
         "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096, "rope_theta": 10000.0,
@@ -204,7 +215,8 @@ def count_weight_bytes(folder: str, dtype: DTypeChoice) -> int:
     spec = read_spec(find_model(folder))
     size = 4 if dtype is DTypeChoice.FP32 else 2
     skeleton = build_model(spec, device=torch.device("meta"), dtype=torch.float32)
-    return size * (sum(p.numel() for p in skeleton.parameters()) - spec.vocab_size * spec.hidden_size)
+    looked_up = 0 if spec.tie_embeddings else spec.vocab_size * spec.hidden_size  # tied: read whole for the logits
+    return size * (sum(p.numel() for p in skeleton.parameters()) - looked_up)
 
 
 def read_gpu_bandwidth() -> Quantiles:

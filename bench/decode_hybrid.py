@@ -175,7 +175,8 @@ def make_config(folder: str, options: decode_gpu.Options, args: argparse.Namespa
     )
     num_tokens = max(point.batch * (point.context + more + decode_gpu.BLOCK_SIZE) for point in options.points)
     shape = decode_gpu.SHAPES[options.shape]
-    heads, layers = int(shape["num_key_value_heads"]), int(shape["num_hidden_layers"])  # type: ignore[call-overload]
+    heads = int(shape.get("num_key_value_heads", shape["num_attention_heads"]))  # type: ignore[call-overload]
+    layers = int(shape["num_hidden_layers"])  # type: ignore[call-overload]
     dim = int(shape["hidden_size"]) // int(shape["num_attention_heads"])  # type: ignore[call-overload]
     size = {"fp32": 4, "int8": 1}.get(str(args.kv_dtype if args.kv_dtype != "auto" else options.dtype), 2)
     # Rows in tile order are padded; scales of int8 rows take 4 bytes.
