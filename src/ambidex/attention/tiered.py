@@ -60,6 +60,7 @@ class TieredAttention:
         self._cpu = cpu_lane or CPULane()
         self._stream = stream
         self._writer = writer
+        self._lanes = (*_LANES.values(), *((Lane.STREAM,) if stream is not None else ()))
         self.begin(())
 
     @property
@@ -73,7 +74,7 @@ class TieredAttention:
         Raises:
             InternalError: the blocks of a request do not cover its tokens, or lie on a tier without a pool.
         """
-        self._lane_bytes = dict.fromkeys(Lane, 0)
+        self._lane_bytes = dict.fromkeys(self._lanes, 0)
         self._step = build_step(
             requests,
             block_size=self.pools[Tier.GPU].spec.block_size,
@@ -159,7 +160,8 @@ class TieredAttention:
         for tier, num_keys in view.num_keys.items():
             num_here = num_keys - num_streamed if tier is Tier.DRAM else num_keys
             self._lane_bytes[_LANES[tier]] += num_here * self.pools[tier].spec.bytes_per_token_layer
-        self._lane_bytes[Lane.STREAM] += num_streamed * self.pools[Tier.DRAM].spec.bytes_per_token_layer
+        if num_streamed:
+            self._lane_bytes[Lane.STREAM] += num_streamed * self.pools[Tier.DRAM].spec.bytes_per_token_layer
 
     def _store(self, layer_idx: int, new: NewRows, k: Tensor, v: Tensor) -> None:
         if new.tier is Tier.DRAM and self._writer is not None:

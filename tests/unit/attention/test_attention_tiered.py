@@ -115,7 +115,6 @@ def test_lane_bytes_of_a_decode_step_counts_visible_keys_by_tier() -> None:
     assert world.attention.lane_bytes == {
         Lane.GPU: (7 + 3) * token_layer_bytes,
         Lane.CPU: (4 + 2) * token_layer_bytes,
-        Lane.STREAM: 0,
     }
 
 
@@ -123,7 +122,7 @@ def test_lane_bytes_after_begin_starts_at_zero() -> None:
     world = TieredWorld(make_model_spec(), SPLITS["all_dram"], block_size=4)
     world.step([(0, 10)])
     world.attention.begin([])
-    assert world.attention.lane_bytes == dict.fromkeys(Lane, 0)
+    assert world.attention.lane_bytes == {Lane.GPU: 0, Lane.CPU: 0}
 
 
 def test_attend_when_the_step_has_no_tokens_gives_nothing() -> None:
