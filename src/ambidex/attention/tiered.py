@@ -73,7 +73,7 @@ class TieredAttention:
         Raises:
             InternalError: the blocks of a request do not cover its tokens, or lie on a tier without a pool.
         """
-        self._lane_bytes = dict.fromkeys(_LANES.values(), 0)
+        self._lane_bytes = dict.fromkeys(Lane, 0)
         self._step = build_step(
             requests,
             block_size=self.pools[Tier.GPU].spec.block_size,
