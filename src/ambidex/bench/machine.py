@@ -1,6 +1,7 @@
 """Where and with what a figure was taken: the opening of every record."""
 
 import importlib.metadata
+import os
 import platform
 import shutil
 import subprocess
@@ -26,7 +27,7 @@ def environment(*, packages: Sequence[str] = PACKAGES, except_for: Sequence[str]
         packages: whose versions are named.
         except_for: git pathspecs, from the tree's root, of files that may differ.
     """
-    commit = _git("rev-parse", "HEAD") if _is_tracked() else None
+    commit = _git("rev-parse", "HEAD") if _is_tracked() else os.environ.get("AMBIDEX_BENCH_COMMIT")
     changes = (
         None
         if commit is None
