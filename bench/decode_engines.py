@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, assert_never
 
 import ambidex  # loads torch when LLM is asked for, not before
-from ambidex.core.config import DeviceKind, DTypeChoice
+from ambidex.core.config import DeviceKind, DTypeChoice, KVDTypeChoice
 from ambidex.core.dtypes import DType
 from harness import wait_until_quiet, watch_others
 
@@ -58,6 +58,7 @@ VARIANTS: Final[Mapping[str, Variant]] = {
     "ambidex-fp32": Variant(kind=Kind.AMBIDEX, dtype=DType.FP32, kv_dtype=DType.FP32),
     "ambidex-fp32-split": Variant(kind=Kind.AMBIDEX, dtype=DType.FP32, kv_dtype=DType.FP32, is_split=True),
     "ambidex-bf16": Variant(kind=Kind.AMBIDEX, dtype=DType.BF16, kv_dtype=DType.BF16),
+    "ambidex-bf16-int8": Variant(kind=Kind.AMBIDEX, dtype=DType.BF16, kv_dtype=DType.INT8),
     "ambidex-bf16-split": Variant(kind=Kind.AMBIDEX, dtype=DType.BF16, kv_dtype=DType.BF16, is_split=True),
     "llama.cpp": Variant(kind=Kind.LLAMA_CPP, dtype=None, kv_dtype=DType.FP16),
     "llama.cpp-fa": Variant(kind=Kind.LLAMA_CPP, dtype=None, kv_dtype=DType.FP16, flash_attention=True),
@@ -122,7 +123,8 @@ class Ambidex:
         self._llm = ambidex.LLM(
             job.model_file,
             device=DeviceKind.CPU,
-            dtype=DTypeChoice(variant.kv_dtype.value),
+            dtype=DTypeChoice(variant.dtype.value),
+            kv_dtype=KVDTypeChoice(variant.kv_dtype.value),
             block_size=BLOCK_SIZE,
             max_context_len=longest,
             max_tokens_per_step=CHUNK_LEN,
