@@ -167,7 +167,7 @@ class TieredWorld:
         plain, _ = naive_attend(q, k, v, scale, visible)
         if self.kv_dtype is DType.INT8:  # queries and probabilities are rounded to 8 bits, too, as in a plain int8 run
             plain = plain_int8_attend(q, k, v, scale, visible)
-        # Own, GPU and CPU states, result; torch's fp32 attention on CUDA is off by up to 5 a state (test_ops_attention).
+        # Own, GPU and CPU states, result; fp32 attention of torch on CUDA is off by up to 5 (test_ops_attention).
         per_state = 5 if self.device == "cuda" and self.dtype == torch.float32 else 1
         assert_within_twice_plain(out, plain, truth, num_roundings=4 * per_state)
 
