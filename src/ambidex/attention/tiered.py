@@ -153,6 +153,11 @@ class TieredAttention:
         self._count_bytes(view, self._num_streamed[window])
         return _join(states, q).out.to(q.dtype)
 
+    def settle(self) -> None:
+        """Order what follows behind the rows of a step that broke off: its blocks may soon be another's."""
+        if self._writer is not None:
+            self._writer.join()
+
     def _is_streamed(self, tier: Tier, part: OldKeys) -> bool:
         return tier is Tier.DRAM and self._stream is not None and self._stream.takes(part)
 

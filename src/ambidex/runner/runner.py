@@ -112,6 +112,7 @@ class ModelRunner:
                     computed = self._compute(plan, clock)
                 break
             except torch.OutOfMemoryError as error:
+                self._attention.settle()
                 largest = max(plan.requests, key=lambda request: len(request.token_ids) + request.start)
                 failures[largest.request_id] = f"no memory left on the accelerator for this request: {error}"
                 logger.warning("request %s failed: out of accelerator memory", largest.request_id)
