@@ -84,6 +84,8 @@ std::vector<std::string> bind_available_isas() {
 
 // The signatures and docstrings that readers and type checkers see are in src/ambidex/_native.pyi.
 NB_MODULE(_native, m) {
+  // Threads and pools that an engine still holds when the interpreter ends are no leak that a user could mend.
+  nb::set_leak_warnings(false);
   m.doc() = "Native CPU ops of Ambidex; ambidex.kernels.cpu.native is the door to it.";
   m.def("isa", [] { return std::string(ambidex::name_of(ambidex::best_isa())); });
   m.def("available_isas", &ambidex::bind_available_isas);

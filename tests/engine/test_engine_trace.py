@@ -195,7 +195,7 @@ def test_an_earlier_timeline_is_replaced_and_one_in_use_is_not(tmp_path: Path) -
     first = TraceFile(str(path))
     first.add_span(Track.STEPS, "old", 0, 1)
     first.flush()
-    with pytest.raises(ConfigError, match="is being written by another engine"):
+    with pytest.raises(ConfigError, match="is in use"):
         TraceFile(str(path))
     del first
     second = TraceFile(str(path))

@@ -157,6 +157,13 @@ def test_tokenize_and_detokenize(server: LiveServer) -> None:
     assert server.http.post("/tokenize", json={}).status_code == 400
 
 
+def test_detokenize_of_an_id_that_the_model_has_not_is_refused(server: LiveServer) -> None:
+    """Bug: such ids were dropped in silence."""
+    answer = server.http.post("/detokenize", json={"tokens": [100, 99_999_999]})
+    assert answer.status_code == 400
+    assert "99999999 is no token id of this model" in answer.json()["error"]["message"]
+
+
 def test_embeddings_are_refused_with_a_reason(server: LiveServer) -> None:
     with pytest.raises(openai.BadRequestError, match="has no embeddings") as caught:
         server.openai.embeddings.create(model="tiny", input="x")

@@ -81,6 +81,14 @@ class AsyncLLM:
         """Tokens of prompt and answer together, at most."""
         return self._engine.max_context_len
 
+    def check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
+        """See that ids are the model's.
+
+        Raises:
+            RequestError: one is not; names it and the list.
+        """
+        self._engine.check_ids(name, token_ids)
+
     @property
     def chat_template_source(self) -> str | None:
         """Text of the chat template that is used; None: there is none."""

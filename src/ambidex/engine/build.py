@@ -43,6 +43,7 @@ from ambidex.runner.device import TORCH_DTYPES, activation_dtype, choose_device,
 from ambidex.runner.graphs import Capture, CudaCapture, DecodeForm, DecodeSteps, make_buckets
 from ambidex.runner.runner import Forward, ModelRunner, call_model
 from ambidex.runner.sampler import Sampler
+from ambidex.runner.torch_threads import TorchThreads
 from ambidex.runner.tracing import LaneTracing, trace_lanes
 from ambidex.sched.scheduler import Scheduler
 from ambidex.storage.copy import CopyBlock, CopyEngine, copy_block
@@ -57,8 +58,9 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
-CPU_SPIN_US: Final = 50
-"""How long native threads look for work before they sleep when the accelerator is the CPU: torch needs the cores."""
+CPU_SPIN_US: Final = 300
+"""How long native threads look for work before they sleep when the accelerator is the CPU: longer than what Python and
+torch do between two native calls of a decode step."""
 LANE_SPIN_US: Final = 2000
 """The same beside a GPU: longer than its part of a layer, so that no layer begins with waking threads."""
 
@@ -134,6 +136,9 @@ def build_engine(
         device=choices.device,
         forward=forward,
         decode_steps=_make_decode_steps(config, choices, model, pools, forward, stream_share, capture),
+        torch_threads=TorchThreads(choices.num_threads)
+        if choices.device.type == "cpu" and choices.threads is not None
+        else None,
         tracer=tracer,
         device_clock=trace.device_clock,
     )
@@ -290,8 +295,10 @@ def _choose_stream_share(config: EngineConfig, choices: _Choices, pools: Mapping
 def _why_no_stream(choices: _Choices, pools: Mapping[Tier, KVPool]) -> str | None:
     """Why decode steps have no stream lane; None if they have one."""
     dram = pools[Tier.DRAM]
+    if choices.device.type != "cuda":
+        return "there is no GPU that could read DRAM over a link"
     if choices.decode_form is not DecodeForm.CAPTURED:
-        return choices.decode_form_why
+        return f"decode steps are not captured: {choices.decode_form_why}"
     if choose("attend_tiles", choices.device.type).name != "triton":
         return choose("attend_tiles", choices.device.type).reason
     if not isinstance(dram, TiledKVPool) or not dram.num_blocks:

@@ -92,9 +92,9 @@ class Engine:
             raise RequestError(f"the sampling parameters are a {type(params).__name__}: give SamplingParams(...)")
         if not token_ids or prompt == "":
             raise RequestError("the prompt is empty: give at least one token")
-        self._check_ids("prompt", token_ids)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])
+        self.check_ids("prompt", token_ids)
+        self.check_ids("stop_token_ids", params.stop_token_ids)
+        self.check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])
         if len(token_ids) >= self.max_context_len:
             raise ContextLengthError(len(token_ids), self.max_context_len)
         max_total = self.max_context_len
@@ -178,7 +178,12 @@ class Engine:
         except RequestError as error:
             self.core.scheduler.finish(request.request_id, FinishReason.ERROR, str(error))
 
-    def _check_ids(self, name: str, token_ids: Sequence[int]) -> None:
+    def check_ids(self, name: str, token_ids: Sequence[int]) -> None:
+        """See that ids are the model's.
+
+        Raises:
+            RequestError: one is not; names it and the list.
+        """
         for token_id in token_ids:
             if not 0 <= token_id < self._vocab_size:
                 raise RequestError(f"{name}: {token_id!r} is no token id of this model (0 … {self._vocab_size - 1})")

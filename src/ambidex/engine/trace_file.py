@@ -136,6 +136,8 @@ class TraceFile:
 
 def _open(name: str) -> FileIO:
     """Open for reading and writing, created if it is not there, and see to it that nothing else is lost."""
+    if not name:
+        raise ConfigError("--trace names no file: give a file name, or leave it out")
     try:
         Path(name).open("ab").close()
         file = FileIO(name, "r+")
@@ -155,6 +157,6 @@ def _find_problem(file: FileIO) -> str | None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return "is being written by another engine"
+        return "is in use, as the output of this run or by another engine"
     beginning = file.read(len(_OPENING)) or b""
     return None if beginning in (b"", _OPENING) else "holds something else than an earlier timeline"

@@ -18,6 +18,7 @@ from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.runner.graphs import DecodeOutput, DecodeSteps
 from ambidex.runner.input_batch import InputBatch
 from ambidex.runner.sampler import Sampler
+from ambidex.runner.torch_threads import TorchThreads
 from ambidex.storage.copy import CopyEngine
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class ModelRunner:
     Args:
         forward: how the model is called: `call_model`, or a test's that fails.
         decode_steps: decode steps of fixed shape; None: every step takes the ordinary path.
+        torch_threads: how many threads torch computes with in a step of so many tokens; None: as it was set.
         tracer: is told the sections of each step.
         device_clock: tells what the device did meanwhile; None: nobody does.
     """
@@ -75,6 +77,7 @@ class ModelRunner:
         device: torch.device,
         forward: Forward,
         decode_steps: DecodeSteps | None = None,
+        torch_threads: TorchThreads | None = None,
         tracer: Tracer | None = None,
         device_clock: CudaClock | None = None,
     ) -> None:
@@ -85,6 +88,7 @@ class ModelRunner:
         self._device = device
         self._forward = forward
         self.decode_steps = decode_steps
+        self._torch_threads = torch_threads
         self._tracer = tracer or NullTracer()
         self._device_clock = device_clock
 
@@ -140,6 +144,8 @@ class ModelRunner:
         if output is not None:
             clock.lap("forward")
             return self._finish_decode(plan, output, clock)
+        if self._torch_threads is not None:
+            self._torch_threads.choose(plan.num_tokens)
         batch = InputBatch.of(plan.requests, self._device)
         self._attention.begin(plan.requests)
         clock.lap("prepare")

@@ -128,6 +128,7 @@ class Handlers:
         """`POST /detokenize`."""
         parsed = await read_body(http, DetokenizeRequest, is_lenient=self.config.lenient)
         llm = self._engine(parsed.body.model)
+        llm.check_token_ids("tokens", parsed.body.tokens)
         text = llm.tokenizer.decode(parsed.body.tokens, skip_special=False)
         return JSONResponse(_with_warnings({"prompt": text}, parsed.warnings))
 
