@@ -66,11 +66,17 @@ class _Joint:
         self._has_all = len(biases) in (0, len(layers))
         self._weight = _lay_side_by_side([layer.weight for layer in layers])  # [Σ num_out, num_in]
         self._bias = _lay_side_by_side(biases) if len(biases) == len(layers) else None  # [Σ num_out]
+        self._places = self._find_places()
 
     def is_whole(self) -> bool:
         """Whether the layers' parameters still are slices of this matrix."""
-        first = self._layers[0].weight
-        return self._has_all and first.data_ptr() == self._weight.data_ptr()
+        return self._has_all and self._places == self._find_places()
+
+    def _find_places(self) -> list[tuple[int, int | None]]:
+        return [
+            (layer.weight.data_ptr(), layer.bias.data_ptr() if layer.bias is not None else None)
+            for layer in self._layers
+        ]
 
     def multiply(self, x: Tensor, op: LinearOp) -> tuple[Tensor, ...]:
         """x [..., num_in] → [..., num_out] for each layer, slices of one tensor."""

@@ -18,11 +18,9 @@ class TorchThreads:
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        self._current = 0
 
     def choose(self, num_tokens: int) -> None:
         """Set the number for a step of so many tokens."""
         wanted = self._num_threads if num_tokens > MOST_NATIVE_TOKENS else 1
-        if wanted != self._current:
+        if wanted != torch.get_num_threads():  # another engine of the process may have changed it
             torch.set_num_threads(wanted)
-            self._current = wanted

@@ -110,5 +110,5 @@ def test_joint_weights_give_what_the_layers_give_and_are_filled_through_them(bia
     assert joint.is_whole()
     for got, layer in zip(joint.multiply(x, factory.new_linear_op()), layers, strict=True):
         torch.testing.assert_close(got, torch.nn.functional.linear(x, layer.weight, layer.bias))
-    layers[0].weight = torch.nn.Parameter(torch.zeros(6, 8), requires_grad=False)
+    layers[1].weight = torch.nn.Parameter(torch.zeros(2, 8), requires_grad=False)
     assert not joint.is_whole()
