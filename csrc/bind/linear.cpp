@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bind/arrays.h"
+#include "core/program.h"
 #include "ops/linear.h"
 
 namespace nb = nanobind;
@@ -64,7 +65,9 @@ void bind_multiply(LinearPool& self, const BoundMatrices& bound, const Rows& x, 
   }
   const Isa chosen = choose_isa(isa);
   nb::gil_scoped_release release;
-  self.multiply(chosen, matrices, x.data(), x.shape(0), products.data());
+  perform([&self, chosen, &matrices, x = x.data(), num_tokens = x.shape(0), products = std::move(products)] {
+    self.multiply(chosen, matrices, x, num_tokens, products.data());
+  });
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // A new op adds its body here.
 #include "ops/attention-inl.h"
 #include "ops/linear-inl.h"
+#include "ops/map-inl.h"
 #include "ops/merge-inl.h"
 #include "ops/read-inl.h"
 #include "ops/rows-inl.h"

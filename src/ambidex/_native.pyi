@@ -66,6 +66,66 @@ def rotate(
 ) -> None:
     """Turn the first numbers of each head of x [T, H, D] by cos and sin [T, dim/2], into y."""
 
+def layer_norm(
+    x: npt.NDArray[np.float32],
+    weight: npt.NDArray[np.float32],
+    bias: npt.NDArray[np.float32] | None,
+    eps: float,
+    y: npt.NDArray[np.float32],
+    *,
+    isa: str | None = None,
+) -> None:
+    """(x − mean) / sqrt(variance + eps) · weight + bias over the last axis, into y of the same shape."""
+
+def unary(
+    op: str, x: npt.NDArray[np.generic], element: str, y: npt.NDArray[np.float32], *, isa: str | None = None
+) -> None:
+    """`copy`, `cos`, `sin`, `relu`, `gelu` (erf) or `silu` of each number of x (`element`: fp32, bf16, fp16, int64; any
+    strides, axes of 1 repeated), into y, contiguous; at most 4 axes."""
+
+def binary(
+    op: str,
+    a: npt.NDArray[np.float32],
+    b: npt.NDArray[np.float32],
+    y: npt.NDArray[np.float32],
+    *,
+    isa: str | None = None,
+) -> None:
+    """`add` or `multiply`, a and b with any strides, axes of 1 repeated, into y, contiguous; at most 4 axes."""
+
+def scalar(
+    op: str, x: npt.NDArray[np.float32], number: float, y: npt.NDArray[np.float32], *, isa: str | None = None
+) -> None:
+    """The same with one number."""
+
+def copy(x: npt.NDArray[np.generic], y: npt.NDArray[np.generic]) -> None:
+    """Numbers of 1, 2, 4 or 8 bytes as they are; both with any strides, at most 4 axes."""
+
+def add_int64(x: npt.NDArray[np.int64], term: int, y: npt.NDArray[np.int64]) -> None:
+    """x + term, both contiguous."""
+
+def gather(table: npt.NDArray[np.generic], ids: npt.NDArray[np.int64], y: npt.NDArray[np.generic]) -> None:
+    """Rows `ids` [n] of a table [N, K] into y [n, K], numbers of any size.
+
+    Raises:
+        ValueError: an id is not in the table.
+    """
+
+class Program:
+    """Recorded ops: see `ambidex.kernels.cpu.recorded`.
+
+    Raises:
+        ValueError: from `begin`, if the thread records already or the program has been recorded; from `end`, if the
+            thread does not record it; from `run`, what an op raises.
+    """
+
+    def __init__(self) -> None: ...
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+    def run(self) -> None: ...
+    @property
+    def num_ops(self) -> int: ...
+
 class KeyBatch:
     """Which keys each request of a step sees: see `ambidex.kernels.cpu.native.KeyBatch`.
 
@@ -83,6 +143,14 @@ class KeyBatch:
         row_offsets: npt.NDArray[np.int64],
         *,
         block_size: int,
+    ) -> None: ...
+    def assign(
+        self,
+        block_ids: npt.NDArray[np.int64],
+        block_offsets: npt.NDArray[np.int64],
+        first_key: npt.NDArray[np.int64],
+        num_keys: npt.NDArray[np.int64],
+        row_offsets: npt.NDArray[np.int64],
     ) -> None: ...
     @property
     def num_rows(self) -> int: ...
@@ -169,6 +237,17 @@ class AttentionPool:
     ) -> None: ...
     def store_rows(
         self, part: str, pool: npt.NDArray[np.generic], slots: npt.NDArray[np.int64], rows: npt.NDArray[np.generic]
+    ) -> None: ...
+    def store_values(
+        self,
+        part: str,
+        pool: npt.NDArray[np.generic],
+        number: str,
+        scales: npt.NDArray[np.float32] | None,
+        slots: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.float32],
+        *,
+        isa: str | None = None,
     ) -> None: ...
     def pack_blocks(
         self, part: str, pool: npt.NDArray[np.generic], block_ids: npt.NDArray[np.int64], rows: npt.NDArray[np.generic]

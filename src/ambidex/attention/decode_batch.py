@@ -11,56 +11,24 @@ opened two sends no table at all.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ambidex.attention.contexts import Context, Contexts, TierBlocks
 from ambidex.attention.decode_inputs import DecodeInputs
-from ambidex.core.ids import RequestId, Tier
+from ambidex.core.ids import Tier
 from ambidex.core.step import BlockRef, ScheduledRequest
 from ambidex.kernels.cpu.native import KeyBatch
-
-_TIERS: Final = (Tier.GPU, Tier.DRAM)
-
-
-class _TierBlocks:
-    """The blocks of one request on one tier, in ascending position: their ids, and their places in the context."""
-
-    def __init__(self) -> None:
-        self.num = 0
-        self.ids: NDArray[np.int64] = np.zeros(0, np.int64)  # at least `num` long
-        self.places: NDArray[np.int64] = np.zeros(0, np.int64)
-
-    def append(self, block_id: int, place: int) -> None:
-        if self.num == len(self.ids):
-            self.ids, self.places = (np.resize(array, 2 * self.num + 16) for array in (self.ids, self.places))
-        self.ids[self.num], self.places[self.num] = block_id, place
-        self.num += 1
-
-    def num_hidden_rows(self, first_visible: int, block_size: int) -> int:
-        """Rows of the blocks, side by side, that lie before the position `first_visible`."""
-        place, offset = divmod(first_visible, block_size)
-        num_blocks = int(self.places[: self.num].searchsorted(place))
-        is_cut = num_blocks < self.num and self.places[num_blocks] == place
-        return num_blocks * block_size + (offset if is_cut else 0)
-
-
-@dataclass(slots=True)
-class _Context:
-    """The blocks of one request as they were last seen."""
-
-    blocks: tuple[BlockRef, ...] = ()
-    tiers: dict[Tier, _TierBlocks] = field(default_factory=lambda: {tier: _TierBlocks() for tier in _TIERS})
 
 
 @dataclass(frozen=True, slots=True)
 class _SentRow:
     """What a row of the device's table holds: the accelerator's blocks of a context."""
 
-    context: _Context
+    context: Context
     blocks: tuple[BlockRef, ...]
 
 
@@ -80,12 +48,12 @@ class DecodeBatch:
         self._has_cpu_lane = has_cpu_lane
         self.stream_share = stream_share if inputs.windows == (None,) else 0.0
         """May be changed between steps."""
-        self._contexts: dict[RequestId, _Context] = {}
+        self._contexts = Contexts(max_requests=inputs.max_rows)
         self._sent: list[_SentRow | None] = [None] * inputs.max_rows
         self._row_starts = np.arange(inputs.max_rows, dtype=np.int64) * inputs.max_blocks
         self._widest = None if None in inputs.windows else max(w for w in inputs.windows if w is not None)
         self._batched: tuple[object, ...] = ()
-        self._batched_contexts: tuple[tuple[_Context, tuple[BlockRef, ...]], ...] = ()
+        self._batched_contexts: tuple[tuple[Context, tuple[BlockRef, ...]], ...] = ()
         self.num_keys: Mapping[int | None, dict[Tier, int]] = {}
         """Keys that the step's attention reads under each window, all requests together."""
         self.key_batches: Mapping[int | None, KeyBatch] | None = None
@@ -116,7 +84,7 @@ class DecodeBatch:
         last_places = positions // self._block_size
         if (num_blocks != last_places + 1).any() or num_blocks.max() > self._inputs.max_blocks:
             return False
-        contexts = self._update_contexts(requests)
+        contexts = self._contexts.update(requests)
         is_split = self._sees_dram(contexts, positions)
         if is_split and not self._has_cpu_lane:
             return False
@@ -148,20 +116,7 @@ class DecodeBatch:
         self._inputs.send(num_rows, table_rows=table_rows, stream_rows=stream_rows)
         return True
 
-    def _update_contexts(self, requests: Sequence[ScheduledRequest]) -> list[_Context]:
-        known, found = self._contexts, []
-        for request in requests:
-            context = known.get(request.request_id)
-            if context is None:
-                context = known[request.request_id] = _Context()
-            if context.blocks is not request.blocks:
-                _follow(context, request.blocks)
-            found.append(context)
-        if len(known) > 2 * self._inputs.max_rows:  # requests that have ended, or that decode no longer
-            self._contexts = {request.request_id: known[request.request_id] for request in requests}
-        return found
-
-    def _sees_dram(self, contexts: Sequence[_Context], positions: NDArray[np.int64]) -> bool:
+    def _sees_dram(self, contexts: Sequence[Context], positions: NDArray[np.int64]) -> bool:
         """Whether any request sees a key that does not lie on the accelerator."""
         dram = [context.tiers[Tier.DRAM] for context in contexts]
         if not any(blocks.num for blocks in dram):
@@ -172,7 +127,7 @@ class DecodeBatch:
         first_visible = np.maximum(positions - self._widest + 1, 0) // self._block_size
         return bool((last_places >= first_visible).any())
 
-    def _write_table(self, contexts: Sequence[_Context], num_rows: int) -> range:
+    def _write_table(self, contexts: Sequence[Context], num_rows: int) -> range:
         """Write the rows whose blocks the device does not know into the host's table; returns what must be sent."""
         first, last = num_rows, -1
         sent = self._sent
@@ -195,7 +150,7 @@ class DecodeBatch:
     def _write_keys(
         self,
         window: int | None,
-        contexts: Sequence[_Context],
+        contexts: Sequence[Context],
         positions: NDArray[np.int64],
         num_table_keys: NDArray[np.int64],
         num_rows: int,
@@ -212,7 +167,7 @@ class DecodeBatch:
         return int(num_keys.sum())
 
     def _hidden_rows(
-        self, tier: Tier, window: int, contexts: Sequence[_Context], positions: NDArray[np.int64]
+        self, tier: Tier, window: int, contexts: Sequence[Context], positions: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """Rows of each context's blocks on a tier that lie before its window."""
         first_visible = np.maximum(positions - window + 1, 0)
@@ -224,7 +179,7 @@ class DecodeBatch:
         ]
         return np.array(hidden, np.int64)
 
-    def _make_key_batches(self, contexts: Sequence[_Context], positions: NDArray[np.int64], num_rows: int) -> range:
+    def _make_key_batches(self, contexts: Sequence[Context], positions: NDArray[np.int64], num_rows: int) -> range:
         """The keys of the CPU lane and of the stream lane; returns the rows of the stream table that must be sent.
 
         The last step's serve again while no block moved and no window cuts them.
@@ -259,7 +214,7 @@ class DecodeBatch:
 
     def _key_batch(
         self,
-        blocks: Sequence[_TierBlocks],
+        blocks: Sequence[TierBlocks],
         num_streamed: NDArray[np.int64],
         first_key: NDArray[np.int64],
         num_keys: NDArray[np.int64],
@@ -277,16 +232,6 @@ class DecodeBatch:
             np.arange(num_rows + 1),
         )
         return KeyBatch(*(torch.from_numpy(array.astype(np.int64)) for array in arrays), block_size=self._block_size)
-
-
-def _follow(context: _Context, blocks: tuple[BlockRef, ...]) -> None:
-    """Take over a request's blocks; only those behind what both have in common are looked at."""
-    num_known = len(context.blocks)
-    if blocks[:num_known] != context.blocks:  # moved to another tier, or computed again after a preemption
-        num_known, context.tiers = 0, {tier: _TierBlocks() for tier in _TIERS}
-    for place in range(num_known, len(blocks)):
-        context.tiers[blocks[place].tier].append(blocks[place].block_id, place)
-    context.blocks = blocks
 
 
 def _grew_by_one(known: tuple[BlockRef, ...], blocks: tuple[BlockRef, ...]) -> bool:

@@ -46,8 +46,8 @@ class LoadFormat(StrEnum):
     DUMMY = "dummy"
 
 
-class CudaGraphs(StrEnum):
-    """`auto`: decode steps whose keys all lie on a GPU are captured and replayed. `off`: every step is launched."""
+class Graphs(StrEnum):
+    """`auto`: decode steps are recorded once and replayed. `off`: every step is computed op by op."""
 
     AUTO = "auto"
     OFF = "off"
@@ -141,9 +141,11 @@ class EngineConfig:
         "share of the keys in DRAM that a GPU reads over the link in decode steps, beside the CPU; default: from both "
         "rates, measured", unit="%", low=0, high=100,
     )  # fmt: skip
-    cuda_graphs: CudaGraphs = setting(
-        CudaGraphs.AUTO, SettingKind.CHOICE, "auto replays decode steps as CUDA graphs where it can; off never does"
-    )
+    graphs: Graphs = setting(
+        Graphs.AUTO, SettingKind.CHOICE,
+        "auto records decode steps and replays them, as CUDA graphs on a GPU, as native programs on a CPU; off never "
+        "does",
+    )  # fmt: skip
     num_threads: int | None = setting(
         None,
         SettingKind.INT,

@@ -97,6 +97,10 @@ class LaneError(MachineError):
     """The accelerator or the CPU lane did not do its part of a step in time; the requests of that step fail."""
 
 
+class UnrecordableError(MachineError):
+    """A step computes something that a recorded program has no op for; it runs without a program."""
+
+
 class RequestFailedError(AmbidexError):
     """One request failed inside the engine; the others go on."""
 

@@ -12,7 +12,7 @@ import torch
 from ambidex.attention.chunk_stream import MIN_STREAMED_QUERIES, ChunkStream
 from ambidex.attention.streamed import can_stream, measure_stream_share
 from ambidex.attention.tiered import TieredAttention
-from ambidex.core.config import CudaGraphs, EngineConfig, LoadFormat
+from ambidex.core.config import EngineConfig, Graphs, LoadFormat
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError, NativeModuleError
 from ambidex.core.ids import Tier
@@ -22,7 +22,7 @@ from ambidex.core.regions import Regions
 from ambidex.core.units import format_size
 from ambidex.engine.core import EngineCore
 from ambidex.engine.engine import Engine
-from ambidex.engine.kv_format import KVFormat, choose_kv_format
+from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
 from ambidex.engine.kv_report import region_rows
 from ambidex.engine.memory import FreeMemory, MemoryPlan, plan_memory
 from ambidex.engine.report import EngineFigures, EngineReport, ReportRow
@@ -39,8 +39,10 @@ from ambidex.kv.manager import KVManager
 from ambidex.models.base import CausalLM
 from ambidex.models.registry import build_model
 from ambidex.models.weights import load_weights, make_dummy_weights
+from ambidex.runner.decode import DecodeForm, FixedSteps
 from ambidex.runner.device import TORCH_DTYPES, activation_dtype, choose_device, choose_dtype
-from ambidex.runner.graphs import Capture, CudaCapture, DecodeForm, DecodeSteps, make_buckets
+from ambidex.runner.graphs import Capture, CudaCapture, DecodeSteps, make_buckets
+from ambidex.runner.programs import ProgramSteps
 from ambidex.runner.runner import Forward, ModelRunner, call_model
 from ambidex.runner.sampler import Sampler
 from ambidex.runner.torch_threads import TorchThreads
@@ -197,8 +199,8 @@ def _choose(config: EngineConfig, decode_form: DecodeForm | None, *, streams_chu
         device=device,
         has_native=threads is not None,
     )
-    form, form_why = (decode_form, "asked for") if decode_form else _choose_decode_form(config, device)
-    has_row_ops = is_cuda or form is not DecodeForm.ORDINARY
+    form, form_why = (decode_form, "asked for") if decode_form else _choose_decode_form(config, device, threads)
+    has_row_ops = is_cuda or form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
     kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
     weights_bytes = _weights_bytes(spec, dtype, device)
     activations = activation_dtype(dtype, device)
@@ -234,12 +236,17 @@ def _choose(config: EngineConfig, decode_form: DecodeForm | None, *, streams_chu
     )
 
 
-def _choose_decode_form(config: EngineConfig, device: torch.device) -> tuple[DecodeForm, str]:
+def _choose_decode_form(
+    config: EngineConfig, device: torch.device, threads: ThreadPool | None
+) -> tuple[DecodeForm, str]:
     """How decode steps run, and the reason."""
-    if config.cuda_graphs is CudaGraphs.OFF:
-        return DecodeForm.ORDINARY, "CUDA graphs are off"
+    if config.graphs is Graphs.OFF:
+        return DecodeForm.ORDINARY, "graphs are off"
     if device.type != "cuda":
-        return DecodeForm.ORDINARY, "CUDA graphs need a GPU"
+        order, why = choose_host_order(config.block_size, threads is not None)
+        if order is not KVOrder.TILES:
+            return DecodeForm.ORDINARY, why
+        return DecodeForm.PROGRAM, "decode steps are replayed as native programs"
     for op in ("attend_paged", "rotate_and_store"):
         choice = choose(op, device.type)
         if choice.name != "triton":
@@ -259,7 +266,15 @@ def _make_decode_steps(
     forward: Forward,
     stream_share: float,
     capture: Callable[[], Capture],
-) -> DecodeSteps | None:
+) -> FixedSteps | None:
+    if choices.decode_form is DecodeForm.PROGRAM:
+        return ProgramSteps(
+            model=model,
+            spec=choices.spec,
+            forward=forward,
+            pools={tier: pool for tier, pool in pools.items() if isinstance(pool, TiledKVPool)},
+            max_rows=min(config.max_running_requests, config.max_tokens_per_step),
+        )
     if choices.decode_form is DecodeForm.ORDINARY or pools[Tier.GPU].num_blocks == 0:
         return None
     return DecodeSteps(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ambidex.core.errors import ShapeError
-from ambidex.kernels.cpu import native
+from ambidex.kernels.cpu import memory, native
 from ambidex.kernels.cpu import rows as native_rows
 from ambidex.kernels.dispatch import choose
 from ambidex.kernels.reference import activation, kv_store, kv_tiles, paged, quantize, rope
@@ -176,7 +176,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     choice = choose("merge_states", out_a.device.type)
     if (
         choice.name == "native"
-        and (choice.is_forced or out_a.shape[0] >= _LEAST_NATIVE_MERGE)
+        and (choice.is_forced or out_a.shape[0] >= _LEAST_NATIVE_MERGE or memory.is_recording())
         and _is_plain_fp32(out_a, lse_a, out_b, lse_b)
     ):
         return native.merge_states(out_a, lse_a, out_b, lse_b)  # checks the shapes itself
@@ -389,8 +389,10 @@ def _check_pools(k_pool: Tensor, v_pool: Tensor) -> None:
 
 
 def _is_small_fp32(x: Tensor, *others: Tensor) -> bool:
-    """Whether the native ops over rows take these tensors, and x is so small that they are the faster ones."""
-    return x.numel() <= native_rows.MOST_NUMBERS and _is_plain_fp32(x, *others)
+    """Whether the native ops over rows take these tensors, and are the faster ones: x is small, or a program recorded
+    of which no other op can be part."""
+    is_small = x.numel() <= native_rows.MOST_NUMBERS or memory.is_recording()
+    return is_small and _is_plain_fp32(x, *others)
 
 
 def _check_last_axis(x: Tensor, vector: Tensor) -> None:

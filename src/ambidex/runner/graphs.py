@@ -12,8 +12,6 @@ capturing fails, graphs are given up with one warning, and every step takes the 
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -30,6 +28,7 @@ from ambidex.core.model_spec import ModelSpec
 from ambidex.core.step import ScheduledRequest
 from ambidex.kernels.cpu.native import KeyBatch, ThreadPool
 from ambidex.models.base import AttentionOp, CausalLM
+from ambidex.runner.decode import DecodeOutput, choose_likeliest
 from ambidex.runner.input_batch import InputBatch
 from ambidex.storage.kv_pool import KVPool
 from ambidex.storage.tiled_pool import TiledKVPool
@@ -54,26 +53,6 @@ class CudaCapture:
             body()
         replay: Callable[[], None] = graph.replay
         return replay
-
-
-class DecodeForm(StrEnum):
-    """How decode steps run: like all others, in fixed sizes, or in fixed sizes captured as CUDA graphs."""
-
-    ORDINARY = "ordinary"
-    FIXED = "fixed"
-    CAPTURED = "captured"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeOutput:
-    """What a decode step gave; row i belongs to the step's request i. Valid until the next step."""
-
-    logits: Tensor
-    """[n, V] fp32, on the device."""
-    chosen: Tensor
-    """[n] int64, on the device: the likeliest token, −1 where logits are not finite."""
-    lane_bytes: Mapping[Lane, int]
-    is_replayed: bool
 
 
 class DecodeSteps:
@@ -244,9 +223,7 @@ class DecodeSteps:
         hidden = self._forward(self._model, batch, attention)
         logits = self._logits[:num_rows]
         logits.copy_(self._model.logits(hidden))
-        low, high = torch.aminmax(logits, dim=-1)  # both NaN if any number is
-        is_finite = (low > -torch.inf) & (high < torch.inf)
-        self._chosen[:num_rows].copy_(logits.argmax(dim=-1).masked_fill_(~is_finite, -1))
+        self._chosen[:num_rows].copy_(choose_likeliest(logits))
 
     def _try_capture(
         self, capture: Capture, num_rows: int, handover: Handover | None, batches: Sequence[KeyBatch] | None

@@ -15,7 +15,7 @@ from ambidex.core.ids import Lane, RequestId
 from ambidex.core.step import SampledToken, StepPlan, StepResult
 from ambidex.core.trace import NullTracer, Tracer, Track
 from ambidex.models.base import AttentionOp, CausalLM
-from ambidex.runner.graphs import DecodeOutput, DecodeSteps
+from ambidex.runner.decode import DecodeOutput, FixedSteps
 from ambidex.runner.input_batch import InputBatch
 from ambidex.runner.sampler import Sampler
 from ambidex.runner.torch_threads import TorchThreads
@@ -76,7 +76,7 @@ class ModelRunner:
         copies: CopyEngine,
         device: torch.device,
         forward: Forward,
-        decode_steps: DecodeSteps | None = None,
+        decode_steps: FixedSteps | None = None,
         torch_threads: TorchThreads | None = None,
         tracer: Tracer | None = None,
         device_clock: CudaClock | None = None,
@@ -140,12 +140,12 @@ class ModelRunner:
         )
 
     def _compute(self, plan: StepPlan, clock: SectionClock) -> _Computed:
+        if self._torch_threads is not None:
+            self._torch_threads.choose(plan.num_tokens)
         output = self.decode_steps.try_run(plan.requests) if self.decode_steps is not None else None
         if output is not None:
             clock.lap("forward")
             return self._finish_decode(plan, output, clock)
-        if self._torch_threads is not None:
-            self._torch_threads.choose(plan.num_tokens)
         batch = InputBatch.of(plan.requests, self._device)
         self._attention.begin(plan.requests)
         clock.lap("prepare")

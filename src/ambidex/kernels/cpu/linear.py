@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from contextlib import suppress
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ambidex.core.errors import ShapeError
-from ambidex.kernels.cpu import native
+from ambidex.kernels.cpu import memory, native
 from ambidex.kernels.cpu.native import array_of, check_loaded, number_of
 
 with suppress(ImportError):  # `native` says so when the module is used
@@ -75,8 +74,8 @@ class LinearPool:
             ShapeError: tensors do not fit the matrices.
         Cost: reads each weight from memory once, the GIL released; blocks of 4 tokens read it again from cache.
         """
-        # numpy's empty and torch's from_numpy take a third of the time of torch's empty and numpy().
-        ys = [np.empty((x.shape[0], num_out), np.float32) for num_out in matrices.num_out]
+        ys = [memory.new_fp32((x.shape[0], num_out)) for num_out in matrices.num_out]
+        memory.keep(matrices)
         try:
             self._native.multiply(
                 matrices.native, x.numpy(), ys, None if residual is None else residual.numpy(), isa=isa

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ambidex.core.errors import NativeModuleError, ShapeError
+from ambidex.kernels.cpu import memory
 from ambidex.kernels.shapes import check_shapes
 
 # A machine without the module still imports this file and uses the reference ops: only use is an error.
@@ -68,8 +69,7 @@ def merge_states(
     check_loaded()
     check_shapes(out_a=(out_a, "T Hq D"), lse_a=(lse_a, "T Hq"), out_b=(out_b, "T Hq D"), lse_b=(lse_b, "T Hq"))
     _check_layout(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    # numpy's empty and torch's from_numpy take a third of the time of torch's empty and numpy().
-    out, lse = np.empty(out_a.shape, np.float32), np.empty(lse_a.shape, np.float32)
+    out, lse = memory.new_fp32(out_a.shape), memory.new_fp32(lse_a.shape)
     rows = (lse.size, out_a.shape[2])  # [R, D]
     _native.merge_states(
         out_a.numpy().reshape(rows),
@@ -86,6 +86,9 @@ def merge_states(
 def padded_dim(head_dim: int) -> int:
     """Numbers a row takes in a tiled pool: head_dim, padded with zeros to a multiple of 32."""
     return -(-head_dim // 32) * 32
+
+
+Array64 = npt.NDArray[np.int64]
 
 
 class KeyBatch:
@@ -118,6 +121,21 @@ class KeyBatch:
         arrays = [t.numpy() for t in (block_ids, block_offsets, first_key, num_keys, row_offsets)]
         try:
             self.native = _native.KeyBatch(*arrays, block_size=block_size)
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"key batch: {error}") from error
+        self.num_rows = int(row_offsets[-1])
+
+    def assign(
+        self, block_ids: Array64, block_offsets: Array64, first_key: Array64, num_keys: Array64, row_offsets: Array64
+    ) -> None:
+        """Name other keys, of blocks of the same size: a recorded step sees them in its next run.
+
+        Args: as those of the class, as arrays.
+        Raises:
+            ShapeError: the numbers do not fit each other; the batch is empty then.
+        """
+        try:
+            self.native.assign(block_ids, block_offsets, first_key, num_keys, row_offsets)
         except (TypeError, ValueError) as error:
             raise ShapeError(f"key batch: {error}") from error
         self.num_rows = int(row_offsets[-1])
@@ -201,8 +219,8 @@ class AttentionPool:
             ShapeError: tensors do not fit each other or the batch.
         Cost: reads the visible K and V rows once with all threads, the GIL released. Calls do not overlap.
         """
-        out = torch.empty(q.shape, dtype=torch.float32)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32)
+        out, lse = memory.new_fp32(q.shape), memory.new_fp32(q.shape[:2])
+        memory.keep(batch.native)
         try:
             self.native.attend_blocks(
                 array_of(q),
@@ -214,13 +232,13 @@ class AttentionPool:
                 None if v_scales is None else array_of(v_scales),
                 batch.native,
                 scale,
-                out.numpy(),
-                lse.numpy(),
+                out,
+                lse,
                 isa=isa,
             )
         except (TypeError, ValueError) as error:
             raise ShapeError(f"attend_blocks: {error}") from error
-        return out, lse
+        return torch.from_numpy(out), torch.from_numpy(lse)
 
     def store_rows(self, part: Literal["k", "v"], pool: Tensor, slots: Tensor, rows: Tensor) -> None:
         """Write K or V of new tokens into one layer of a tiled pool, in place.
@@ -232,6 +250,39 @@ class AttentionPool:
         Cost: about a cache miss a K number pair; whole blocks are cheaper by `pack_blocks`.
         """
         self._copy("store_rows", part, pool, slots.numpy(), rows)
+
+    def store_values(
+        self,
+        part: Literal["k", "v"],
+        pool: Tensor,
+        slots: Tensor,
+        rows: Tensor,
+        *,
+        scales: Tensor | None = None,
+        isa: str | None = None,
+    ) -> None:
+        """Write K or V of new tokens into one layer of a tiled pool, in place, rounded to its numbers.
+
+        Args:
+            pool: tiled; slots: [T] int64, block_id · P + offset, no two alike; a negative one: stored nowhere.
+            rows: [T, Hkv, D] fp32.
+            scales: [Hkv, N, P] fp32, with int8 pools only: the scale of each row is written there.
+        Raises:
+            ShapeError: tensors do not fit each other.
+        Cost: in the calling thread: for the rows of a decode step.
+        """
+        try:
+            self.native.store_values(
+                part,
+                array_of(pool),
+                number_of(pool),
+                None if scales is None else scales.numpy(),
+                slots.numpy(),
+                rows.numpy(),
+                isa=isa,
+            )
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"store_values: {error}") from error
 
     def pack_blocks(self, part: Literal["k", "v"], pool: Tensor, block_ids: Tensor, rows: Tensor) -> None:
         """Fill whole blocks of one layer of a tiled pool.
