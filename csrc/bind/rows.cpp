@@ -50,6 +50,16 @@ void bind_layer_norm(const ConstFloats& x, const Array<const float, 1>& weight,
            y = y.data()] { layer_norm(chosen, x, weight, bias, eps, num_rows, width, y); });
 }
 
+void bind_likeliest(const Array<const float, 2>& x, const Array<std::int64_t, 1>& places,
+                    std::optional<std::string_view> isa) {
+  check_size("places", "the rows of x", places, 0, x.shape(0));
+  const Isa chosen = choose_isa(isa);
+  nb::gil_scoped_release release;
+  perform([chosen, x = x.data(), num_rows = x.shape(0), width = x.shape(1), places = places.data()] {
+    likeliest(chosen, x, num_rows, width, places);
+  });
+}
+
 void bind_silu_mul(const ConstFloats& gate, const ConstFloats& up, const Floats& y,
                    std::optional<std::string_view> isa) {
   check_same_shape("up", up, gate);
@@ -81,6 +91,7 @@ void bind_rows(nb::module_& m) {
         nb::kw_only(), "isa"_a = nb::none());
   m.def("layer_norm", &bind_layer_norm, "x"_a.noconvert(), "weight"_a.noconvert(), "bias"_a.noconvert().none(), "eps"_a,
         "y"_a.noconvert(), nb::kw_only(), "isa"_a = nb::none());
+  m.def("likeliest", &bind_likeliest, "x"_a.noconvert(), "places"_a.noconvert(), nb::kw_only(), "isa"_a = nb::none());
   m.def("silu_mul", &bind_silu_mul, "gate"_a.noconvert(), "up"_a.noconvert(), "y"_a.noconvert(), nb::kw_only(),
         "isa"_a = nb::none());
   m.def("rotate", &bind_rotate, "x"_a.noconvert(), "cos"_a.noconvert(), "sin"_a.noconvert(), "y"_a.noconvert(),

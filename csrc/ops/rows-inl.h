@@ -50,6 +50,41 @@ void layer_norm(const float* x, const float* weight, const float* bias, float ep
   }
 }
 
+// Blocks are compared by their largest number first; the one that holds the largest is then looked at number by number.
+// x * 0 is NaN for what is not finite, and stays so in a sum.
+int64_t likeliest_of(const float* x, std::size_t width) {
+  constexpr std::size_t kBlock = 256;
+  float best = -3.4e38f;
+  std::size_t best_block = 0;
+  Lanes faults = Lanes::zero();
+  float fault = 0.0f;
+  for (std::size_t begin = 0; begin < width; begin += kBlock) {
+    const std::size_t num = width - begin < kBlock ? width - begin : kBlock;
+    Lanes largest = Lanes::broadcast(-3.4e38f);
+    std::size_t i = 0;
+    for (; i + 16 <= num; i += 16) {
+      const Lanes line = Lanes::load(x + begin + i);
+      largest = larger(largest, line);
+      faults = mul_add(line, Lanes::zero(), faults);
+    }
+    float block_best = largest_of(largest);
+    for (; i < num; ++i) {
+      block_best = x[begin + i] > block_best ? x[begin + i] : block_best;
+      fault += x[begin + i] * 0.0f;
+    }
+    if (block_best > best) {
+      best = block_best;
+      best_block = begin;
+    }
+  }
+  fault += sum_of(faults);
+  if (fault != 0.0f) return -1;  // NaN
+  for (std::size_t i = best_block; i < width; ++i) {
+    if (x[i] == best) return static_cast<int64_t>(i);
+  }
+  return width == 0 ? -1 : static_cast<int64_t>(best_block);  // all are below the first bound
+}
+
 void narrow(const float* x, std::size_t num, Number number, void* y) {
   switch (number) {
     case Number::kBf16:

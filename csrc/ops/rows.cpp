@@ -12,6 +12,7 @@ namespace ambidex {
                   std::size_t width, float* y);                                                                         \
   void silu_mul(const float* gate, const float* up, std::size_t num, float* y);                                         \
   void rotate(const Rotation& rotation, const float* x, float* y);                                                      \
+  std::int64_t likeliest_of(const float* x, std::size_t width);                                                         \
   void narrow(const float* x, std::size_t num, Number number, void* y);                                                 \
   float quantize_row(const float* x, std::size_t num, std::int8_t* y);                                                  \
   }
@@ -34,6 +35,12 @@ void silu_mul(Isa isa, const float* gate, const float* up, std::size_t num, floa
   AMBIDEX_CALL(isa, silu_mul, gate, up, num, y);
 }
 void rotate(Isa isa, const Rotation& rotation, const float* x, float* y) { AMBIDEX_CALL(isa, rotate, rotation, x, y); }
+namespace {
+std::int64_t likeliest_of(Isa isa, const float* x, std::size_t width) { AMBIDEX_CALL(isa, likeliest_of, x, width); }
+}  // namespace
+void likeliest(Isa isa, const float* x, std::size_t num_rows, std::size_t width, std::int64_t* places) {
+  for (std::size_t row = 0; row < num_rows; ++row) places[row] = likeliest_of(isa, x + row * width, width);
+}
 void narrow(Isa isa, const float* x, std::size_t num, Number number, void* y) {
   AMBIDEX_CALL(isa, narrow, x, num, number, y);
 }

@@ -28,6 +28,9 @@ struct Rotation {
 };
 void rotate(Isa isa, const Rotation& rotation, const float* x, float* y);
 
+// The first place of the largest number of each row of x [num_rows, width]; -1 if a number is NaN or infinite.
+void likeliest(Isa isa, const float* x, std::size_t num_rows, std::size_t width, std::int64_t* places);
+
 // Rounds to nearest, ties to even; y holds numbers of the kind (not int8).
 void narrow(Isa isa, const float* x, std::size_t num, Number number, void* y);
 

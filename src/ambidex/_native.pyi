@@ -77,6 +77,9 @@ def layer_norm(
 ) -> None:
     """(x − mean) / sqrt(variance + eps) · weight + bias over the last axis, into y of the same shape."""
 
+def likeliest(x: npt.NDArray[np.float32], places: npt.NDArray[np.int64], *, isa: str | None = None) -> None:
+    """The first place of the largest number of each row of x [R, N], into places [R]; −1 if one is not finite."""
+
 def unary(
     op: str, x: npt.NDArray[np.generic], element: str, y: npt.NDArray[np.float32], *, isa: str | None = None
 ) -> None:

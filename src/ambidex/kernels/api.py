@@ -19,6 +19,7 @@ from ambidex.kernels.reference import activation, kv_store, kv_tiles, paged, qua
 from ambidex.kernels.reference import attention as reference_attention
 from ambidex.kernels.reference import merge as reference_merge
 from ambidex.kernels.reference import norm as reference_norm
+from ambidex.kernels.reference import sampling as reference_sampling
 from ambidex.kernels.shapes import check_alike, check_shapes
 from ambidex.kernels.torch_ops import attention as torch_attention
 from ambidex.kernels.torch_ops import norm as torch_norm
@@ -358,6 +359,20 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
             return triton_activation.silu_mul(gate, up)
     return activation.silu_mul(gate, up)
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The place of the largest number of each row, the first one's of several; −1 where any number is not finite.
+
+    Args:
+        logits: [n, V] fp32.
+    Returns:
+        [n] int64 on the device of the logits. Does not wait for a GPU.
+    """
+    check_shapes(logits=(logits, "n V"))
+    if choose("likeliest", logits.device.type).name == "native" and _is_plain_fp32(logits):
+        return native_rows.likeliest(logits)
+    return reference_sampling.likeliest(logits)
 
 
 def activate(x: Tensor, name: str) -> Tensor:

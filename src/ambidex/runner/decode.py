@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from ambidex.core.ids import Lane
@@ -45,10 +44,3 @@ class FixedSteps(Protocol):
         Must be called within `torch.inference_mode`.
         """
         ...
-
-
-def choose_likeliest(logits: Tensor) -> Tensor:
-    """The likeliest token of each row of logits [n, V]: [n] int64, −1 where a number is not finite."""
-    low, high = torch.aminmax(logits, dim=-1)  # both NaN if any number is
-    is_finite = (low > -torch.inf) & (high < torch.inf)
-    return logits.argmax(dim=-1).masked_fill_(~is_finite, -1)

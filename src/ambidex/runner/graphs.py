@@ -26,9 +26,10 @@ from ambidex.core.errors import LaneError
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.step import ScheduledRequest
+from ambidex.kernels import api
 from ambidex.kernels.cpu.native import KeyBatch, ThreadPool
 from ambidex.models.base import AttentionOp, CausalLM
-from ambidex.runner.decode import DecodeOutput, choose_likeliest
+from ambidex.runner.decode import DecodeOutput
 from ambidex.runner.input_batch import InputBatch
 from ambidex.storage.kv_pool import KVPool
 from ambidex.storage.tiled_pool import TiledKVPool
@@ -223,7 +224,7 @@ class DecodeSteps:
         hidden = self._forward(self._model, batch, attention)
         logits = self._logits[:num_rows]
         logits.copy_(self._model.logits(hidden))
-        self._chosen[:num_rows].copy_(choose_likeliest(logits))
+        self._chosen[:num_rows].copy_(api.likeliest(logits))
 
     def _try_capture(
         self, capture: Capture, num_rows: int, handover: Handover | None, batches: Sequence[KeyBatch] | None

@@ -20,9 +20,10 @@ from ambidex.core.errors import UnrecordableError
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.step import ScheduledRequest
+from ambidex.kernels import api
 from ambidex.kernels.cpu.recorded import Arena, Program, Recording
 from ambidex.models.base import AttentionOp, CausalLM
-from ambidex.runner.decode import DecodeOutput, choose_likeliest
+from ambidex.runner.decode import DecodeOutput
 from ambidex.runner.input_batch import InputBatch
 from ambidex.storage.tiled_pool import TiledKVPool
 
@@ -40,6 +41,8 @@ class _Recorded:
     program: Program
     logits: Tensor
     """[B, V] fp32, written by each run; another program's run may write there, too."""
+    chosen: Tensor
+    """[B] int64, likewise: the likeliest tokens."""
 
 
 class ProgramSteps:
@@ -99,7 +102,7 @@ class ProgramSteps:
             return None
         return DecodeOutput(
             logits=recorded.logits,
-            chosen=choose_likeliest(recorded.logits),
+            chosen=recorded.chosen,
             lane_bytes=self._lane_bytes(inputs),
             is_replayed=is_replayed,
         )
@@ -123,14 +126,15 @@ class ProgramSteps:
         try:
             with recording:
                 hidden = self._forward(self._model, batch, attention)
-                logits = self._model.logits(hidden)
+                logits = self._model.logits(hidden).contiguous()
+                chosen = api.likeliest(logits)
         except UnrecordableError as error:
             self.num_failures += 1
             self._recorded.clear()
             logger.warning("decode steps are not recorded and take longer: %s", error)
             return None
         recording.program.keep(self._model, attention, inputs)
-        recorded = _Recorded(recording.program, self._arena.alias(logits.contiguous()))
+        recorded = _Recorded(recording.program, self._arena.alias(logits), chosen)
         self._recorded[inputs.num_rows, tuple(tiers)] = recorded
         return recorded
 

@@ -43,6 +43,13 @@ def keep(owner: object) -> None:
         _current.memory.keep(owner)
 
 
+def new_int64(shape: Sequence[int]) -> npt.NDArray[np.int64]:
+    """An int64 array with any content."""
+    if _current.memory is None:
+        return np.empty(shape, np.int64)
+    return cast("npt.NDArray[np.int64]", _current.memory.new_array(shape, np.int64))
+
+
 def new_fp32(shape: Sequence[int]) -> npt.NDArray[np.float32]:
     """An fp32 array with any content.
 

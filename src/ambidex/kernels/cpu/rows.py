@@ -10,6 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ambidex.kernels.cpu import memory
 from ambidex.kernels.cpu.memory import new_fp32
 
 with suppress(ImportError):  # `dispatch` chooses these ops only where the module is there
@@ -24,6 +25,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, isa: str | None = None) -
     y = new_fp32(x.shape)
     _native.rms_norm(x.numpy(), weight.numpy(), eps, y, isa=isa)
     return torch.from_numpy(y)
+
+
+def likeliest(x: Tensor, *, isa: str | None = None) -> Tensor:
+    """See `kernels.api.likeliest`; x fp32, contiguous, in CPU memory."""
+    places = memory.new_int64((x.shape[0],))
+    _native.likeliest(x.numpy(), places, isa=isa)
+    return torch.from_numpy(places)
 
 
 def silu_mul(gate: Tensor, up: Tensor, *, isa: str | None = None) -> Tensor:
