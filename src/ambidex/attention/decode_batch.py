@@ -2,7 +2,9 @@
 
     block        gpu 7 | dram 2 | dram 5 | gpu 4        the newest block is on the accelerator
     table        7  4                                   keys side by side: those of blocks 7 and 4
-    streamed     2                                      the first of those in DRAM, for the stream lane
+    streamed     2                                      the first of those in DRAM, for the stream lane: they travel as
+                                                        runs of consecutive blocks, and the stream table names their
+                                                        places in the accelerator's buffer
     key batch    5                                      the others, for the CPU lane
 
 What changes little from step to step is kept: the block ids of each request as arrays, which of them a row of the
@@ -12,6 +14,7 @@ opened two sends no table at all.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -22,6 +25,7 @@ from ambidex.attention.decode_inputs import DecodeInputs
 from ambidex.core.ids import Tier
 from ambidex.core.step import BlockRef, ScheduledRequest
 from ambidex.kernels.cpu.native import KeyBatch
+from ambidex.storage.step_stream import BlockRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +44,24 @@ class DecodeBatch:
         block_size: tokens of a block.
         has_cpu_lane: steps may have keys in DRAM.
         stream_share: of each request's blocks in DRAM that the stream lane takes, 0 to 1; 0 where layers have windows.
+        max_streamed: blocks that it takes in a step, all requests together.
     """
 
-    def __init__(self, inputs: DecodeInputs, *, block_size: int, has_cpu_lane: bool, stream_share: float = 0.0) -> None:
+    def __init__(
+        self,
+        inputs: DecodeInputs,
+        *,
+        block_size: int,
+        has_cpu_lane: bool,
+        stream_share: float = 0.0,
+        max_streamed: int = 0,
+    ) -> None:
         self._inputs = inputs
         self._block_size = block_size
         self._has_cpu_lane = has_cpu_lane
         self.stream_share = stream_share if inputs.windows == (None,) else 0.0
         """May be changed between steps."""
+        self._max_streamed = max_streamed
         self._contexts = Contexts(max_requests=inputs.max_rows)
         self._sent: list[_SentRow | None] = [None] * inputs.max_rows
         self._row_starts = np.arange(inputs.max_rows, dtype=np.int64) * inputs.max_blocks
@@ -60,6 +74,8 @@ class DecodeBatch:
         """The CPU lane's keys under each window; None: no key of this step lies in DRAM."""
         self.num_streamed = 0
         """Keys that the stream lane reads in each layer, all requests together."""
+        self.stream_runs: tuple[BlockRun, ...] = ()
+        """The blocks that it reads."""
 
     def try_prepare(self, requests: Sequence[ScheduledRequest], num_rows: int) -> bool:
         """Fill and send the inputs of a step of `num_rows` rows, if the step has the form that they can describe.
@@ -111,7 +127,7 @@ class DecodeBatch:
         if is_split:
             stream_rows = self._make_key_batches(contexts, positions, num_rows)
         else:
-            self.key_batches, self._batched, self.num_streamed = None, (), 0
+            self.key_batches, self._batched, self.num_streamed, self.stream_runs = None, (), 0, ()
             host.num_streamed[:] = 0
         self._inputs.send(num_rows, table_rows=table_rows, stream_rows=stream_rows)
         return True
@@ -189,6 +205,8 @@ class DecodeBatch:
         blocks = [context.tiers[Tier.DRAM] for context in contexts]
         num_blocks = np.array([item.num for item in blocks], np.int64)
         num_streamed = (num_blocks * self.stream_share).astype(np.int64)
+        if num_streamed.sum() > self._max_streamed:
+            num_streamed = num_streamed * self._max_streamed // num_streamed.sum()
         host = self._inputs.host(num_rows)
         host.num_streamed[: len(blocks)] = num_streamed * self._block_size
         host.num_streamed[len(blocks) :] = 0
@@ -205,12 +223,16 @@ class DecodeBatch:
         # The contexts are kept with the key, so that no other object gets their ids.
         self._batched, self._batched_contexts = batched, tuple((context, context.blocks) for context in contexts)
         self.key_batches = old or made
-        if old is not None or not self.num_streamed:
+        if old is not None:
             return range(0)
+        runs, place = [], 0
         table = self._inputs.host_stream_table()
         for row, (item, num) in enumerate(zip(blocks, num_streamed.tolist(), strict=True)):
-            table[row, :num] = item.ids[:num]
-        return range(len(blocks))
+            table[row, :num] = np.arange(place, place + num)
+            runs += _find_runs(item.ids[:num], place)
+            place += num
+        self.stream_runs = tuple(runs)
+        return range(len(blocks) if runs else 0)
 
     def _key_batch(
         self,
@@ -232,6 +254,15 @@ class DecodeBatch:
             np.arange(num_rows + 1),
         )
         return KeyBatch(*(torch.from_numpy(array.astype(np.int64)) for array in arrays), block_size=self._block_size)
+
+
+def _find_runs(ids: NDArray[np.int64], place: int) -> list[BlockRun]:
+    """Blocks [n] in any order as runs of consecutive ones, side by side from `place` on: all of them are seen alike."""
+    if not len(ids):
+        return []
+    ordered = np.sort(ids)
+    cuts = [0, *(np.flatnonzero(np.diff(ordered) != 1) + 1).tolist(), len(ids)]
+    return [BlockRun(first=int(ordered[begin]), place=place + begin, num=end - begin) for begin, end in pairwise(cuts)]
 
 
 def _grew_by_one(known: tuple[BlockRef, ...], blocks: tuple[BlockRef, ...]) -> bool:

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from ambidex.attention.chunk_stream import MIN_STREAMED_QUERIES, ChunkStream
-from ambidex.attention.streamed import can_stream, measure_stream_share
+from ambidex.attention.streamed import measure_stream_share, why_no_stream
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import EngineConfig, Graphs, LoadFormat
 from ambidex.core.dtypes import DType
@@ -24,7 +24,7 @@ from ambidex.engine.core import EngineCore
 from ambidex.engine.engine import Engine
 from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
 from ambidex.engine.kv_report import region_rows
-from ambidex.engine.memory import FreeMemory, MemoryPlan, plan_memory
+from ambidex.engine.memory import FreeMemory, MemoryPlan, plan_memory, step_stream_bytes
 from ambidex.engine.report import EngineFigures, EngineReport, ReportRow
 from ambidex.engine.trace_file import open_tracer
 from ambidex.engine.traced import TracedCore
@@ -204,12 +204,16 @@ def _choose(config: EngineConfig, decode_form: DecodeForm | None, *, streams_chu
     kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
     weights_bytes = _weights_bytes(spec, dtype, device)
     activations = activation_dtype(dtype, device)
+    free = _free_memory(device)
+    can_step_stream = config.stream_percent != 0 and why_no_stream(spec, kv.specs) is None
     stream = None
     if (streams_chunks or is_cuda) and config.dram_memory != 0 and kv.specs[Tier.DRAM].order is KVOrder.TILES:
         stream = StreamBuffers.of(
             kv.specs[Tier.DRAM],
             max_context_len=config.max_context_len or spec.max_context_len,
             number_bytes=activations.num_bytes,
+            max_requests=min(config.max_running_requests, config.max_tokens_per_step),
+            step_bytes=step_stream_bytes(config, free) if form is DecodeForm.CAPTURED and can_step_stream else 0,
         )
     return _Choices(
         source=source,
@@ -228,7 +232,7 @@ def _choose(config: EngineConfig, decode_form: DecodeForm | None, *, streams_chu
             spec,
             kv.specs,
             activations=activations,
-            free=_free_memory(device),
+            free=free,
             weights_bytes=weights_bytes,
             graph_buckets=_decode_buckets(config) if form is DecodeForm.CAPTURED else (),
             stream=stream,
@@ -285,6 +289,7 @@ def _make_decode_steps(
         buckets=_decode_buckets(config),
         max_context_len=choices.memory.max_context_len,
         stream_share=stream_share,
+        stream_blocks=choices.stream.step_blocks if choices.stream is not None else 0,
         follows_lanes=config.stream_percent is None,
         capture=capture() if choices.decode_form is DecodeForm.CAPTURED else None,
     )
@@ -320,7 +325,7 @@ def _why_no_stream(choices: _Choices, pools: Mapping[Tier, KVPool]) -> str | Non
         return "no K and V lie in DRAM in tile order"
     if not dram.is_pinned:
         return "the driver refused to pin the DRAM tier"
-    return can_stream(choices.spec, dram, dtype=pools[Tier.GPU].k.dtype)
+    return why_no_stream(choices.spec, choices.kv.specs)
 
 
 def _make_threads(num_threads: int, *, spin_us: int) -> ThreadPool | None:

@@ -21,7 +21,7 @@ from ambidex.attention.decode_inputs import DecodeInputs
 from ambidex.attention.handover import Handover
 from ambidex.attention.hybrid import HybridAttention
 from ambidex.attention.paged import PagedAttention
-from ambidex.attention.streamed import LaneBalance, StreamedAttention, StreamPool
+from ambidex.attention.streamed import LaneBalance, StreamedAttention
 from ambidex.core.errors import LaneError
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.model_spec import ModelSpec
@@ -32,7 +32,9 @@ from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.runner.decode import DecodeOutput
 from ambidex.runner.input_batch import InputBatch
 from ambidex.storage.kv_pool import KVPool
+from ambidex.storage.step_stream import StepStream
 from ambidex.storage.tiled_pool import TiledKVPool
+from ambidex.storage.words import HostWords, StreamWords
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ class DecodeSteps:
         buckets: numbers of rows, ascending.
         max_context_len: tokens; bounds the block table.
         stream_share: of the keys in DRAM that the stream lane reads, 0 to 1; needs what `can_stream` asks for.
+        stream_blocks: blocks of a layer that it may hold at once.
         follows_lanes: that share changes from step to step so that the lanes end together.
         capture: how a step is captured, `CudaCapture()` or a test's; None: each step is launched anew.
     """
@@ -79,6 +82,7 @@ class DecodeSteps:
         buckets: Sequence[int],
         max_context_len: int,
         stream_share: float,
+        stream_blocks: int,
         follows_lanes: bool,
         capture: Capture | None,
     ) -> None:
@@ -90,7 +94,10 @@ class DecodeSteps:
         self._dram = dram if isinstance(dram, TiledKVPool) and dram.num_blocks else None
         self._handovers: dict[int, Handover] = {}
         self._balance = LaneBalance(stream_share) if follows_lanes and stream_share > 0 else None
-        self._stream = StreamPool(self._dram, pool.device) if self._dram is not None and stream_share > 0 else None
+        self._stream = None
+        if self._dram is not None and stream_share > 0 and stream_blocks > 0:
+            words = StreamWords() if pool.device.type == "cuda" else HostWords()
+            self._stream = StepStream(self._dram, stream_blocks, pool.device, words)
         self._buckets = tuple(buckets)
         self._capture = capture
         self._is_given_up = False
@@ -104,7 +111,11 @@ class DecodeSteps:
             device=pool.device,
         )
         self._batch = DecodeBatch(
-            self._inputs, block_size=kv.block_size, has_cpu_lane=self._dram is not None, stream_share=stream_share
+            self._inputs,
+            block_size=kv.block_size,
+            has_cpu_lane=self._dram is not None,
+            stream_share=stream_share,
+            max_streamed=stream_blocks,
         )
         self._num_layers = Counter(spec.windows)
         self._logits = torch.empty(buckets[-1], spec.vocab_size, dtype=torch.float32, device=pool.device)
@@ -151,9 +162,13 @@ class DecodeSteps:
             replay()
         else:
             handover.reset()
+            if self._stream is not None:
+                self._stream.start(self._batch.stream_runs)
             replay()
             handover.mark_launched()
             handover.answer(batches)
+            if self._stream is not None:
+                self._stream.finish()
             if self._balance is not None:
                 self._batch.stream_share = self._balance.update(handover.num_last / self._spec.num_layers)
         return True
@@ -179,8 +194,18 @@ class DecodeSteps:
             self._compute(num_rows, None)
             return
         handover.reset()
-        with handover.answering(batches):
-            self._compute(num_rows, handover)
+        if self._stream is None:
+            with handover.answering(batches):
+                self._compute(num_rows, handover)
+            return
+        self._stream.start(self._batch.stream_runs)
+        try:
+            with handover.answering(batches):
+                self._compute(num_rows, handover)
+        except BaseException:
+            self._stream.cancel()
+            raise
+        self._stream.finish()
 
     def _layer_batches(self) -> list[KeyBatch] | None:
         """The CPU lane's keys of each layer; None if it has nothing to do."""
