@@ -13,6 +13,7 @@
 #include "bind/arrays.h"
 #include "bind/attention.h"
 #include "bind/linear.h"
+#include "bind/quant.h"
 #include "bind/rows.h"
 #include "bind/threads.h"
 #include "core/check.h"
@@ -96,5 +97,6 @@ NB_MODULE(_native, m) {
   ambidex::bind_threads(m);
   ambidex::bind_attention(m);
   ambidex::bind_linear(m);
+  ambidex::bind_quant(m);
   ambidex::bind_rows(m);
 }
