@@ -40,7 +40,7 @@ def make_x(num_tokens: int, width: int) -> Tensor:
 def assert_near(y: Tensor, x: Tensor, kind: str, weight: Tensor, extra: Tensor | None = None) -> None:
     """Within what `LinearPool.multiply` states: a number of x is off by 2^-16 of the largest of its 32."""
     truth = x.double() @ weight.double().T + (0 if extra is None else extra.double())
-    largest_x = x.view(x.shape[0], x.shape[1] // 32, 32).abs().amax(-1, keepdim=True).expand(-1, -1, 32).reshape(x.shape)
+    largest_x = x.view(x.shape[0], x.shape[1] // 32, 32).abs().amax(-1).repeat_interleave(32, dim=1)
     step = BLOCKS[kind][0]
     blocks = weight.abs().view(weight.shape[0], -1, step)
     parts = 2 * blocks.amax(-1, keepdim=True).expand_as(blocks).reshape(weight.shape)
