@@ -15,6 +15,7 @@
 #include "bind/linear.h"
 #include "bind/map.h"
 #include "bind/program.h"
+#include "bind/quant.h"
 #include "bind/rows.h"
 #include "bind/threads.h"
 #include "core/check.h"
@@ -101,5 +102,6 @@ NB_MODULE(_native, m) {
   ambidex::bind_linear(m);
   ambidex::bind_map(m);
   ambidex::bind_program(m);
+  ambidex::bind_quant(m);
   ambidex::bind_rows(m);
 }

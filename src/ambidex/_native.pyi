@@ -190,6 +190,40 @@ class Matrices:
         number: str,
         biases: Sequence[npt.NDArray[np.generic] | None],
     ) -> None: ...
+    @staticmethod
+    def quantized(
+        weights: Sequence[npt.NDArray[np.uint8]],
+        type: str,
+        num_out: Sequence[int],
+        biases: Sequence[npt.NDArray[np.generic] | None],
+    ) -> Matrices:
+        """The same for packed weights (csrc/ops/quant.h), [groups, bytes of a group] each, of `num_out` rows."""
+
+def pack_rows(packed: npt.NDArray[np.uint8], type: str, rows: npt.NDArray[np.uint8], first_row: int) -> None:
+    """Lay rows of a GGUF file out as rows `first_row` … of a packed matrix.
+
+    Args:
+        packed: [groups, bytes of a group], zeros where the rows go; rows: [n, bytes of a row].
+        type: of GGUF: Q8_0, Q4_0, Q4_1, Q4_K, Q5_K or Q6_K.
+    Raises:
+        TypeError: an array is not contiguous or has another number of axes.
+        ValueError: sizes do not fit each other.
+    """
+
+def unpack_rows(
+    packed: npt.NDArray[np.uint8],
+    type: str,
+    num_rows: int,
+    indices: npt.NDArray[np.int64],
+    to: npt.NDArray[np.float32],
+    *,
+    isa: str | None = None,
+) -> None:
+    """Rows of a packed matrix of `num_rows` rows in fp32: `to` [n, K] gets rows `indices` [n].
+
+    Raises:
+        TypeError, ValueError: as those of `pack_rows`, and where an index is no row.
+    """
 
 class LinearPool:
     """Matrix products and their scratch memory: see `ambidex.kernels.cpu.linear`.

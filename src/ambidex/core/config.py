@@ -94,7 +94,10 @@ class EngineConfig:
 
     model: str
     device: DeviceKind = setting(DeviceKind.AUTO, SettingKind.CHOICE, "accelerator to compute on")
-    dtype: DTypeChoice = setting(DTypeChoice.AUTO, SettingKind.CHOICE, "number format of weights, activations and KV")
+    dtype: DTypeChoice = setting(
+        DTypeChoice.AUTO, SettingKind.CHOICE,
+        "number format of weights, activations and KV; auto leaves a GGUF's quantised matrices as stored on a CPU",
+    )  # fmt: skip
     kv_dtype: KVDTypeChoice = setting(
         KVDTypeChoice.AUTO, SettingKind.CHOICE,
         "number format of K and V in host memory; int8 halves what attention reads, and rounds",

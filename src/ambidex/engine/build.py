@@ -37,10 +37,11 @@ from ambidex.kernels.dispatch import choose
 from ambidex.kernels.linear import LinearContext
 from ambidex.kv.manager import KVManager
 from ambidex.models.base import CausalLM
+from ambidex.models.quantized import count_weights_bytes, describe_kept, find_kept
 from ambidex.models.registry import build_model
 from ambidex.models.weights import load_weights, make_dummy_weights
 from ambidex.runner.decode import DecodeForm, FixedSteps
-from ambidex.runner.device import TORCH_DTYPES, activation_dtype, choose_device, choose_dtype
+from ambidex.runner.device import TORCH_DTYPES, activation_dtype, choose_device, choose_dtype, keeps_quantized
 from ambidex.runner.graphs import Capture, CudaCapture, DecodeSteps, make_buckets
 from ambidex.runner.programs import ProgramSteps
 from ambidex.runner.runner import Forward, ModelRunner, call_model
@@ -76,6 +77,7 @@ class _Choices:
     device: torch.device
     dtype: DType
     dtype_why: str
+    keeps_quantized: bool
     num_threads: int
     threads: ThreadPool | None
     kv: KVFormat
@@ -166,6 +168,7 @@ def build_engine(
             spec=choices.spec,
             device=str(choices.device),
             dtype=choices.dtype,
+            keeps_quantized=choices.keeps_quantized,
             num_threads=choices.num_threads,
             kv=choices.kv.specs,
             num_blocks=choices.memory.num_blocks,
@@ -199,10 +202,13 @@ def _choose(config: EngineConfig, decode_form: DecodeForm | None, *, streams_chu
         device=device,
         has_native=threads is not None,
     )
+    keeps = config.load_format is not LoadFormat.DUMMY and keeps_quantized(
+        config.dtype, is_quantized=spec.is_quantized, device=device, has_native=threads is not None
+    )
     form, form_why = (decode_form, "asked for") if decode_form else _choose_decode_form(config, device, threads)
     has_row_ops = is_cuda or form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
     kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
-    weights_bytes = _weights_bytes(spec, dtype, device)
+    weights_bytes = _weights_bytes(spec, dtype, device, keeps_quantized=keeps)
     activations = activation_dtype(dtype, device)
     free = _free_memory(device)
     can_step_stream = config.stream_percent != 0 and why_no_stream(spec, kv.specs) is None
@@ -221,6 +227,7 @@ def _choose(config: EngineConfig, decode_form: DecodeForm | None, *, streams_chu
         device=device,
         dtype=dtype,
         dtype_why=dtype_why,
+        keeps_quantized=keeps,
         num_threads=num_threads,
         threads=threads,
         kv=kv,
@@ -359,15 +366,15 @@ def _eos_ids(spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:
     return named - impossible
 
 
-def _weights_bytes(spec: ModelSpec, dtype: DType, device: torch.device) -> int:
-    """Bytes of the parameters, counted on a model without storage."""
+def _weights_bytes(spec: ModelSpec, dtype: DType, device: torch.device, *, keeps_quantized: bool) -> int:
+    """Bytes of the weights, counted on a model without storage."""
     skeleton = build_model(
         spec,
         device=torch.device("meta"),
         dtype=TORCH_DTYPES[dtype],
         activation_dtype=TORCH_DTYPES[activation_dtype(dtype, device)],
     )
-    return sum(parameter.numel() * parameter.element_size() for parameter in skeleton.parameters())
+    return sum(count_weights_bytes(skeleton, find_kept(spec) if keeps_quantized else {}).values())
 
 
 def _free_memory(device: torch.device) -> FreeMemory:
@@ -386,11 +393,20 @@ def _load_model(config: EngineConfig, choices: _Choices, progress: Progress | No
         dtype=dtype,
         activation_dtype=TORCH_DTYPES[activation_dtype(choices.dtype, choices.device)],
         linear=LinearContext(choices.threads if choices.device.type == "cpu" else None),
+        matrix_device=torch.device("meta") if choices.keeps_quantized else None,
     )
     if config.load_format is LoadFormat.DUMMY:
         make_dummy_weights(model, seed=config.seed, device=choices.device, dtype=dtype)
     else:
-        load_weights(model, choices.spec, choices.source, device=choices.device, dtype=dtype, progress=progress)
+        load_weights(
+            model,
+            choices.spec,
+            choices.source,
+            device=choices.device,
+            dtype=dtype,
+            keeps_quantized=choices.keeps_quantized,
+            progress=progress,
+        )
     return model.eval()
 
 
@@ -440,6 +456,18 @@ def _make_attention(
     return TieredAttention(spec, pools, wrap=trace.wrap, cpu_lane=trace.cpu_lane, stream=stream, writer=writer)
 
 
+def _weights_row(choices: _Choices) -> ReportRow:
+    """In which formats matrices lie in memory."""
+    if not choices.keeps_quantized:
+        return ReportRow(section="compute", name="weights", value=choices.dtype.value, why=choices.dtype_why)
+    kept, others = describe_kept(choices.spec)
+    value = f"as stored, {kept}" if kept else ""
+    if others:
+        value += f"{'; ' if kept else ''}{others} as {choices.dtype}"
+    why = f"no native product of {others}" if others else "a CPU multiplies them where they lie"
+    return ReportRow(section="compute", name="weights", value=value, why=why)
+
+
 def _report(
     config: EngineConfig, choices: _Choices, pools: dict[Tier, KVPool], *, stream: tuple[float, str]
 ) -> EngineReport:
@@ -455,6 +483,7 @@ def _report(
         ),
         ReportRow(section="compute", name="device", value=str(choices.device)),
         ReportRow(section="compute", name="dtype", value=choices.dtype.value, why=choices.dtype_why),
+        _weights_row(choices),
         ReportRow(section="compute", name="threads", value=str(choices.num_threads)),
         ReportRow(section="compute", name="decode", value=choices.decode_form.value, why=choices.decode_form_why),
         ReportRow(section="compute", name="stream_share", value=f"{stream[0]:.2f} of keys in DRAM", why=stream[1]),
