@@ -25,8 +25,9 @@ struct Counters {
   std::size_t round = 0;
 };
 
-int check_rounds(std::size_t num_threads, std::size_t spin_us, std::size_t num_rounds, bool rests) {
-  ThreadPool pool(num_threads, spin_us);
+int check_rounds(std::size_t num_threads, std::size_t spin_us, std::size_t num_rounds, bool rests,
+                 PinThread pin = pin_to_cpu) {
+  ThreadPool pool(num_threads, spin_us, pin);
   Counters counters{std::vector<std::size_t>(num_threads), 0};
   int wrong = 0;
   for (std::size_t round = 1; round <= num_rounds; ++round) {
@@ -105,6 +106,19 @@ int check_shared(std::size_t num_threads, std::size_t spin_us, bool rests) {
   return wrong;
 }
 
+// An operating system that refuses every pin, or every second one: counted, and the threads work all the same.
+int check_refused_pins() {
+  const PinThread refuse = [](std::thread&, int) { return false; };
+  const PinThread refuse_odd = [](std::thread& thread, int cpu) { return cpu % 2 == 0 && pin_to_cpu(thread, cpu); };
+  int wrong = 0;
+  for (std::size_t num_threads : {1, 2, 3, 4}) {
+    wrong += ThreadPool(num_threads, 0, refuse).num_pin_failures() != num_threads - 1;
+    wrong += check_rounds(num_threads, 20, 50, true, refuse);
+    wrong += check_rounds(num_threads, 20, 50, true, refuse_odd);
+  }
+  return wrong;
+}
+
 int check_callers(std::size_t num_threads) {
   ThreadPool threads(num_threads, 20);
   AttentionPool pool(threads);
@@ -135,6 +149,7 @@ int main() {
     wrong += check_callers(num_threads);
     for (int i = 0; i < 10; ++i) ThreadPool unused(num_threads, 10);
   }
+  wrong += check_refused_pins();
   std::printf("pool: %d wrong\n", wrong);
   return wrong == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
 }

@@ -6,7 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 def isa() -> str:
-    """The fastest instruction set of `available_isas()`; ops use it unless told otherwise."""
+    """The fastest of `available_isas()`, or of those up to `AMBIDEX_MAX_ISA`; ops use it unless told otherwise.
+
+    Raises:
+        ValueError: that variable names none.
+    """
 
 def available_isas() -> list[str]:
     """The instruction sets that this machine runs, slowest first: of `generic`, `avx2`, `avx512`."""

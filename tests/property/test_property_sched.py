@@ -37,6 +37,7 @@ class Traffic:
     move_failures: float
     move_delays: float
     request_failures: float
+    memory_shortages: float
 
 
 TRAFFIC = st.builds(
@@ -55,6 +56,7 @@ TRAFFIC = st.builds(
     move_failures=st.sampled_from([0.0, 0.3, 1.0]),
     move_delays=st.sampled_from([0.0, 0.5]),
     request_failures=st.sampled_from([0.0, 0.02]),
+    memory_shortages=st.sampled_from([0.0, 0.0, 0.1]),
 )
 
 
@@ -86,6 +88,7 @@ class Run:
             move_failures=traffic.move_failures,
             move_delays=traffic.move_delays,
             request_failures=traffic.request_failures,
+            memory_shortages=traffic.memory_shortages,
         )
 
     def finish(self) -> None:
@@ -159,8 +162,11 @@ def test_scheduler_under_random_traffic_ends_each_request_with_its_tokens(traffi
             assert request.finish_reason is FinishReason.ABORT
             assert request.output_token_ids == output[: len(request.output_token_ids)]
         elif request.finish_reason is FinishReason.ERROR:
-            assert traffic.request_failures > 0
-            assert request.error == "made to fail"
+            if request.error == "made to fail":
+                assert traffic.request_failures > 0
+            else:
+                assert traffic.memory_shortages > 0
+                assert "made to be short" in (request.error or "")
             assert request.output_token_ids == output[: len(request.output_token_ids)]
         else:
             assert (request.output_token_ids, request.finish_reason) == (output, reason)

@@ -84,6 +84,7 @@ def stats_rows(stats: "EngineStats") -> list[tuple[str, str]]:
         *((f"KV read by {lane} lane", format_size(size)) for lane, size in stats.lane_bytes.items()),
         ("block moves", f"{stats.num_moves}, {stats.num_failed_moves} failed"),
         ("preemptions", str(stats.num_preemptions)),
+        *((f"fallback {kind}", str(num)) for kind, num in stats.fallbacks.items()),
     ]  # fmt: skip
     for name, num_tokens, seconds in (
         ("prefill", stats.num_prefill_tokens, stats.prefill_seconds),
@@ -107,6 +108,7 @@ def stats_json(stats: "EngineStats") -> dict[str, Any]:
         "decode_seconds": stats.decode_seconds,
         "num_moves": stats.num_moves,
         "num_failed_moves": stats.num_failed_moves,
+        "fallbacks": dict(stats.fallbacks),
         "kv_bytes": dict(stats.kv_bytes),
         "peak_kv_bytes": dict(stats.peak_kv_bytes),
         "lane_bytes": dict(stats.lane_bytes),

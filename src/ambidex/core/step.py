@@ -92,6 +92,9 @@ class StepResult:
 
     tokens: Mapping[RequestId, SampledToken] = field(default_factory=dict)
     failures: Mapping[RequestId, str] = field(default_factory=dict)
+    out_of_memory: Mapping[RequestId, str] = field(default_factory=dict)
+    """Requests of which nothing was computed, since the accelerator has no memory for so many tokens; with its words.
+    Whether they try again with fewer is for the scheduler to say."""
     finished_moves: tuple[MoveId, ...] = ()
     failed_moves: tuple[MoveId, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)

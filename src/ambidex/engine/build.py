@@ -15,13 +15,14 @@ from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import EngineConfig, Graphs, LoadFormat
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError, NativeModuleError
-from ambidex.core.ids import Tier
-from ambidex.core.kv_spec import KVOrder, KVSpec, StreamBuffers
+from ambidex.core.ids import Fallback, Tier
+from ambidex.core.kv_spec import KVOrder, StreamBuffers
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.regions import Regions
 from ambidex.core.units import format_size
 from ambidex.engine.core import EngineCore
 from ambidex.engine.engine import Engine
+from ambidex.engine.fallbacks import Fallbacks
 from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
 from ambidex.engine.kv_report import region_rows
 from ambidex.engine.memory import FreeMemory, MemoryPlan, plan_memory, step_stream_bytes
@@ -32,8 +33,9 @@ from ambidex.formats.locate import ModelSource, find_model
 from ambidex.formats.spec import read_spec
 from ambidex.hw.memory import read_memory
 from ambidex.hw.topology import read_topology
+from ambidex.kernels.cpu import native
 from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
-from ambidex.kernels.dispatch import choose
+from ambidex.kernels.dispatch import choose, find_fallbacks
 from ambidex.kernels.linear import LinearContext
 from ambidex.kv.manager import KVManager
 from ambidex.models.base import CausalLM
@@ -50,6 +52,7 @@ from ambidex.runner.torch_threads import TorchThreads
 from ambidex.runner.tracing import LaneTracing, trace_lanes
 from ambidex.sched.scheduler import Scheduler
 from ambidex.storage.copy import CopyBlock, CopyEngine, copy_block
+from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
 from ambidex.storage.kv_pool import KVPool, RowKVPool
 from ambidex.storage.tile_writer import TileWriter
 from ambidex.storage.tiled_pool import TiledKVPool
@@ -96,6 +99,7 @@ def build_engine(
     decode_form: DecodeForm | None = None,
     capture: Callable[[], Capture] = CudaCapture,
     min_streamed: int | None = None,
+    host_memory: HostMemory = HOST_MEMORY,
 ) -> Engine:
     """Load a model and make it ready to answer.
 
@@ -106,6 +110,7 @@ def build_engine(
         capture: makes what captures them, if they are captured; a test hands in one that needs no GPU.
         min_streamed: queries from which the stream lane reads keys in DRAM; None: as `ChunkStream` has it on a GPU, and
             none on a CPU, which is where a test hands in a number.
+        host_memory: who is asked for pinned memory and huge pages; a test hands in one that refuses.
     Raises:
         ConfigError, ModelError: the settings or the model cannot be used.
         MachineError: the machine has not what they need.
@@ -116,7 +121,8 @@ def build_engine(
     eos_ids = _eos_ids(choices.spec, tokenizer)
     torch.set_num_threads(choices.num_threads)
     model = _load_model(config, choices, progress)
-    pools = _make_pools(choices)
+    pools = _make_pools(choices, host_memory)
+    fallbacks = _find_fallbacks(choices, pools)
     kv_manager = KVManager(
         choices.memory.num_blocks,
         Regions(
@@ -153,17 +159,21 @@ def build_engine(
             for tier, usage in kv_manager.usage().items()
         }
 
-    return Engine(
-        core=EngineCore(scheduler=scheduler, executor=runner)
+    core = (
+        EngineCore(scheduler=scheduler, executor=runner)
         if not tracer.is_on
-        else TracedCore(scheduler=scheduler, executor=runner, tracer=tracer, kv_bytes=kv_bytes),
+        else TracedCore(scheduler=scheduler, executor=runner, tracer=tracer, kv_bytes=kv_bytes)
+    )
+    core.stats.fallbacks.update(fallbacks.counts)
+    return Engine(
+        core=core,
         tokenizer=tokenizer,
         chat_template=_chat_template(config, tokenizer),
         max_context_len=choices.memory.max_context_len,
         vocab_size=choices.spec.vocab_size,
         eos_ids=eos_ids,
         guides=GuideCompiler(tokenizer, vocab_size=choices.spec.vocab_size, eos_ids=eos_ids),
-        report=_report(config, choices, pools, stream=(stream_share, stream_why)),
+        report=_report(config, choices, pools, stream=(stream_share, stream_why), fallbacks=fallbacks),
         figures=EngineFigures(
             spec=choices.spec,
             device=str(choices.device),
@@ -339,9 +349,47 @@ def _make_threads(num_threads: int, *, spin_us: int) -> ThreadPool | None:
     """The threads of all native ops; None without the compiled module."""
     try:
         return ThreadPool(num_threads, spin_us=spin_us)
-    except NativeModuleError as error:
-        logger.warning("native ops are not used: %s", error)
+    except NativeModuleError:
         return None
+
+
+def _find_fallbacks(choices: _Choices, pools: Mapping[Tier, KVPool]) -> Fallbacks:
+    """What this engine does without."""
+    found = Fallbacks()
+    try:
+        isa = native.isa()
+    except NativeModuleError as error:
+        found.note(Fallback.NO_NATIVE_OPS, 1, f"torch computes on the CPU, several times slower: {error}")
+    else:
+        found.note(
+            Fallback.NO_AVX2, int(isa == "generic"),
+            "native ops run without AVX2, several times slower: the processor has none, or AMBIDEX_MAX_ISA says so",
+        )  # fmt: skip
+    if choices.threads is not None:
+        num_unpinned = choices.threads.num_pin_failures
+        found.note(
+            Fallback.UNPINNED_THREADS, num_unpinned,
+            f"{num_unpinned} of {choices.num_threads} CPU threads have no processor of their own, steps take longer: "
+            f"this process may use {read_topology().num_usable_cores} processors, or may not pin threads",
+        )  # fmt: skip
+    plain = find_fallbacks(choices.device.type) if choices.device.type == "cuda" else {}
+    found.note(
+        Fallback.PLAIN_KERNELS, len(plain),
+        f"torch stands in for {len(plain)} kernels on the GPU ({', '.join(plain)}), steps take longer: "
+        f"{next(iter(plain.values()), '')}",
+    )  # fmt: skip
+    refusals = [reason for pool in pools.values() for reason in pool.pin_refusals]
+    found.note(
+        Fallback.PAGEABLE_MEMORY, len(refusals),
+        f"{len(refusals)} buffers of KV in host memory are not pinned, copies are slower: {' '.join(refusals[:1])}",
+    )  # fmt: skip
+    small = [(tier, pool) for tier, pool in pools.items() if pool.page_refusal is not None]
+    found.note(
+        Fallback.SMALL_PAGES, len(small),
+        f"KV on {' and '.join(tier for tier, _ in small)} has no huge pages, random reads are slower: "
+        f"{' '.join(str(pool.page_refusal) for _, pool in small[:1])}",
+    )  # fmt: skip
+    return found
 
 
 def _chat_template(config: EngineConfig, tokenizer: Tokenizer) -> ChatTemplate:
@@ -410,30 +458,22 @@ def _load_model(config: EngineConfig, choices: _Choices, progress: Progress | No
     return model.eval()
 
 
-def _make_pools(choices: _Choices) -> dict[Tier, KVPool]:
+def _make_pools(choices: _Choices, memory: HostMemory) -> dict[Tier, KVPool]:
     """The pool of each tier, in the order of its format; those in tile order share their native threads."""
     specs, blocks = choices.kv.specs, choices.memory.num_blocks
     is_tiled = KVOrder.TILES in {spec.order for spec in specs.values()}
     threads = AttentionPool(choices.threads) if is_tiled and choices.threads is not None else None
     is_pinned = choices.device.type == "cuda" and blocks[Tier.DRAM] > 0
+
+    def make(tier: Tier, device: torch.device, *, pinned: bool) -> KVPool:
+        if threads is not None and specs[tier].order is KVOrder.TILES:
+            return TiledKVPool(specs[tier], tier, blocks[tier], native=threads, pinned=pinned, memory=memory)
+        return RowKVPool(specs[tier], tier, blocks[tier], device=device, pinned=pinned, memory=memory)
+
     return {
-        Tier.GPU: _make_pool(specs, blocks, Tier.GPU, device=choices.device, pinned=False, threads=threads),
-        Tier.DRAM: _make_pool(specs, blocks, Tier.DRAM, device=torch.device("cpu"), pinned=is_pinned, threads=threads),
+        Tier.GPU: make(Tier.GPU, choices.device, pinned=False),
+        Tier.DRAM: make(Tier.DRAM, torch.device("cpu"), pinned=is_pinned),
     }
-
-
-def _make_pool(
-    specs: Mapping[Tier, KVSpec],
-    blocks: Mapping[Tier, int],
-    tier: Tier,
-    *,
-    device: torch.device,
-    pinned: bool,
-    threads: AttentionPool | None,
-) -> KVPool:
-    if threads is not None and specs[tier].order is KVOrder.TILES:
-        return TiledKVPool(specs[tier], tier, blocks[tier], native=threads, pinned=pinned)
-    return RowKVPool(specs[tier], tier, blocks[tier], device=device, pinned=pinned)
 
 
 def _make_attention(
@@ -469,7 +509,12 @@ def _weights_row(choices: _Choices) -> ReportRow:
 
 
 def _report(
-    config: EngineConfig, choices: _Choices, pools: dict[Tier, KVPool], *, stream: tuple[float, str]
+    config: EngineConfig,
+    choices: _Choices,
+    pools: dict[Tier, KVPool],
+    *,
+    stream: tuple[float, str],
+    fallbacks: Fallbacks,
 ) -> EngineReport:
     spec, memory, kv = choices.spec, choices.memory, choices.kv.specs
     facts = [
@@ -519,6 +564,7 @@ def _report(
             for entry in memory.ledger.entries(tier)
         ]
         facts.append(ReportRow(section=f"memory {tier}", name="budget", value=format_size(memory.ledger.budget(tier))))
+    facts += fallbacks.rows
     facts += [
         ReportRow(section="settings", name=field.name, value=str(getattr(config, field.name)))
         for field in dataclasses.fields(config)

@@ -150,7 +150,11 @@ class DecodeSteps:
             LaneError: the accelerator and the CPU lane lost each other.
         """
         batches = self._layer_batches()
-        handover = None if batches is None else self._handover(num_rows)
+        try:
+            handover = None if batches is None else self._handover(num_rows)
+        except RuntimeError as error:  # torch's: no pinned memory for its buffers
+            self._give_up(num_rows, error)
+            return None
         key = (num_rows, handover is not None)
         replay = self._replays.get(key)
         if replay is None:
@@ -264,12 +268,16 @@ class DecodeSteps:
         except LaneError:
             raise
         except Exception as error:  # of torch, the driver, or Triton's compiler: the ordinary path is always there
-            self.num_failures += 1
-            self._is_given_up = True
-            self._replays.clear()
-            logger.warning("CUDA graphs are given up, decode is slower: a step of %d rows failed: %s", num_rows, error)
+            self._give_up(num_rows, error)
             return False
         return True
+
+    def _give_up(self, num_rows: int, error: Exception) -> None:
+        """From now on every step takes the ordinary path."""
+        self.num_failures += 1
+        self._is_given_up = True
+        self._replays.clear()
+        logger.warning("CUDA graphs are given up, decode is slower: a step of %d rows failed: %s", num_rows, error)
 
 
 def make_buckets(max_running_requests: int) -> tuple[int, ...]:

@@ -27,6 +27,8 @@ class Entry:
     lease: KVLease | None = None
     is_announced: bool = False
     """The executor has been told of it."""
+    max_chunk: int | None = None
+    """Most tokens that a step computes of it, once the accelerator had no memory for more."""
 
     @property
     def request_id(self) -> RequestId:

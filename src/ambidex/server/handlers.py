@@ -183,6 +183,7 @@ class Handlers:
                 "num_preemptions": stats.num_preemptions,
                 "num_moves": stats.num_moves,
                 "num_failed_moves": stats.num_failed_moves,
+                "fallbacks": dict(stats.fallbacks),
                 "tiers": {
                     tier: {
                         "weights_bytes": status.weights_bytes.get(tier, 0),

@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from ambidex.core.ids import Fallback
 from ambidex.engine.status import EngineStatus
 
 LATENCY_S: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
@@ -83,6 +84,12 @@ class _EngineCollector(Collector):
         for section, seconds in stats.seconds.items():
             sections.add_metric((section,), seconds)
         yield sections
+        fallbacks = CounterMetricFamily(
+            "ambidex_fallbacks", "times that the engine took the next path", labels=("kind",)
+        )
+        for kind in Fallback:
+            fallbacks.add_metric((kind,), stats.fallbacks[kind])
+        yield fallbacks
         for name, text, count in (
             ("steps", "steps of the engine", stats.num_steps),
             ("computed_tokens", "tokens computed, prompts included", stats.num_computed_tokens),

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ambidex.core.errors import NativeModuleError, ShapeError
+from ambidex.core.errors import ConfigError, NativeModuleError, ShapeError
 from ambidex.kernels.cpu import memory
 from ambidex.kernels.shapes import check_shapes
 
@@ -30,13 +30,17 @@ NUMBER_NAMES: Final[Mapping[torch.dtype, str]] = {
 
 
 def isa() -> str:
-    """The instruction set that native ops use on this machine, one of `available_isas()`.
+    """The instruction set that native ops use: the fastest of `available_isas()`, or of those up to `AMBIDEX_MAX_ISA`.
 
     Raises:
         NativeModuleError: the compiled module is missing or does not load.
+        ConfigError: that variable names no instruction set.
     """
     check_loaded()
-    return _native.isa()
+    try:
+        return _native.isa()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def available_isas() -> tuple[str, ...]:
@@ -146,7 +150,7 @@ class ThreadPool:
 
     Args:
         num_threads: threads that a call uses, the caller's included. The others are pinned, each to a processor of its
-            own out of those this process may use, if there are as many.
+            own out of those this process may use; `num_pin_failures` says where that could not be.
         spin_us: how long a thread looks for new work before it sleeps; waking it costs 10 to 50 µs.
     Raises:
         NativeModuleError: the compiled module is missing or does not load.
@@ -164,7 +168,8 @@ class ThreadPool:
 
     @property
     def num_pin_failures(self) -> int:
-        """Threads that the operating system did not pin: they run, but may be moved and share a processor."""
+        """Threads that have no processor of their own, since there are too few or the system refused: they run, but may
+        be moved and share one."""
         return self.native.num_pin_failures
 
     def read(self, buffer: Tensor) -> int:
