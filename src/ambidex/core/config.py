@@ -162,6 +162,10 @@ class EngineConfig:
         SettingKind.TEXT,
         "write a timeline of steps and lanes to this file, for ui.perfetto.dev; slows steps down",
     )
+    verify: bool = setting(
+        False, SettingKind.SWITCH,
+        "check KV in host memory: copies are read back, blocks have checksums; slows steps down",
+    )  # fmt: skip
     seed: int = setting(0, SettingKind.INT, "seed of dummy weights and of requests without a seed of their own", low=0)
 
     @classmethod

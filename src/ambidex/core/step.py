@@ -105,3 +105,7 @@ class StepResult:
     """The step ran as a captured graph."""
     num_graph_failures: int = 0
     """Captures of graphs that have failed so far; after the first, steps are no longer captured."""
+    num_verified_blocks: int = 0
+    """Blocks whose checksums were compared before the step."""
+    num_corrupt_blocks: int = 0
+    """Those that had changed; their requests are among the failures."""

@@ -22,6 +22,7 @@ from ambidex.core.regions import Regions
 from ambidex.core.units import format_size
 from ambidex.engine.core import EngineCore
 from ambidex.engine.engine import Engine
+from ambidex.engine.executor import Executor
 from ambidex.engine.fallbacks import Fallbacks
 from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
 from ambidex.engine.kv_report import region_rows
@@ -50,7 +51,9 @@ from ambidex.runner.runner import Forward, ModelRunner, call_model
 from ambidex.runner.sampler import Sampler
 from ambidex.runner.torch_threads import TorchThreads
 from ambidex.runner.tracing import LaneTracing, trace_lanes
+from ambidex.runner.verified import VerifiedExecutor
 from ambidex.sched.scheduler import Scheduler
+from ambidex.storage.checksums import BlockChecksums, VerifiedCopy
 from ambidex.storage.copy import CopyBlock, CopyEngine, copy_block
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
 from ambidex.storage.kv_pool import KVPool, RowKVPool
@@ -137,7 +140,8 @@ def build_engine(
         seed=config.seed,
     )
     stream_share, stream_why = _choose_stream_share(config, choices, pools)
-    trace = trace_lanes(tracer, choices.device, copy)
+    checksums = BlockChecksums(pools[Tier.DRAM]) if config.verify else None
+    trace = trace_lanes(tracer, choices.device, copy if checksums is None else VerifiedCopy(copy, checksums))
     runner = ModelRunner(
         model=model,
         attention=_make_attention(choices, pools, min_streamed, trace),
@@ -159,10 +163,13 @@ def build_engine(
             for tier, usage in kv_manager.usage().items()
         }
 
+    executor: Executor = (
+        runner if checksums is None else VerifiedExecutor(runner.execute, checksums, device=choices.device)
+    )
     core = (
-        EngineCore(scheduler=scheduler, executor=runner)
+        EngineCore(scheduler=scheduler, executor=executor)
         if not tracer.is_on
-        else TracedCore(scheduler=scheduler, executor=runner, tracer=tracer, kv_bytes=kv_bytes)
+        else TracedCore(scheduler=scheduler, executor=executor, tracer=tracer, kv_bytes=kv_bytes)
     )
     core.stats.fallbacks.update(fallbacks.counts)
     return Engine(

@@ -16,6 +16,7 @@ class EngineStats:
     `kv_bytes` are in use now, `peak_kv_bytes` were at most in use after a step; `lane_bytes` are bytes of K and V that
     each lane's attention has read; `seconds` are wall seconds by section of the steps. Replayed steps ran as captured
     CUDA graphs; after a graph failure they no longer do. `fallbacks` has only those that happened.
+    With `--verify`, `num_verified_blocks` counts comparisons of a block's checksum, corrupt ones those that failed.
 
     A step in which each request computes one token counts for decode, any other for prefill, with all its seconds.
     `num_prefill_tokens` are those computed in chunks there, `num_decode_tokens` those answered in decode steps.
@@ -28,6 +29,8 @@ class EngineStats:
     num_moves: int = 0
     num_failed_moves: int = 0
     num_failed_requests: int = 0
+    num_verified_blocks: int = 0
+    num_corrupt_blocks: int = 0
     num_replayed_steps: int = 0
     num_graph_failures: int = 0
     num_prefill_tokens: int = 0
@@ -48,6 +51,8 @@ class EngineStats:
         self.num_moves += len(result.finished_moves)
         self.num_failed_moves += len(result.failed_moves)
         self.num_failed_requests += sum(request.finish_reason is FinishReason.ERROR for request in changed)
+        self.num_verified_blocks += result.num_verified_blocks
+        self.num_corrupt_blocks += result.num_corrupt_blocks
         self.num_replayed_steps += result.is_replayed
         self.num_graph_failures = result.num_graph_failures
         self.note_fallback(Fallback.NO_GRAPHS, result.num_graph_failures)

@@ -98,5 +98,7 @@ class _EngineCollector(Collector):
             ("block_moves", "blocks copied between tiers", stats.num_moves),
             ("failed_block_moves", "copies that failed", stats.num_failed_moves),
             ("failed_requests", "requests that failed in a step", stats.num_failed_requests),
+            ("verified_blocks", "checksums of blocks that were compared", stats.num_verified_blocks),
+            ("corrupt_blocks", "blocks that had changed since they were written", stats.num_corrupt_blocks),
         ):
             yield CounterMetricFamily(f"ambidex_{name}", text, value=count)
