@@ -1,6 +1,5 @@
 """The composition root: settings → every object, by hand and in order. Only this module sees both planes."""
 
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,19 +14,18 @@ from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import EngineConfig, Graphs, LoadFormat
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError, NativeModuleError
-from ambidex.core.ids import Fallback, Tier
+from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVOrder, StreamBuffers
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.regions import Regions
-from ambidex.core.units import format_size
 from ambidex.engine.core import EngineCore
 from ambidex.engine.engine import Engine
 from ambidex.engine.executor import Executor
-from ambidex.engine.fallbacks import Fallbacks
+from ambidex.engine.fallbacks import Fallbacks, note_kernels, note_memory, note_native, note_threads
 from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
-from ambidex.engine.kv_report import region_rows
 from ambidex.engine.memory import FreeMemory, MemoryPlan, plan_memory, step_stream_bytes
 from ambidex.engine.report import EngineFigures, EngineReport, ReportRow
+from ambidex.engine.start_report import PoolFacts, make_report
 from ambidex.engine.trace_file import open_tracer
 from ambidex.engine.traced import TracedCore
 from ambidex.formats.locate import ModelSource, find_model
@@ -364,38 +362,18 @@ def _find_fallbacks(choices: _Choices, pools: Mapping[Tier, KVPool]) -> Fallback
     """What this engine does without."""
     found = Fallbacks()
     try:
-        isa = native.isa()
+        note_native(found, native.isa(), "")
     except NativeModuleError as error:
-        found.note(Fallback.NO_NATIVE_OPS, 1, f"torch computes on the CPU, several times slower: {error}")
-    else:
-        found.note(
-            Fallback.NO_AVX2, int(isa == "generic"),
-            "native ops run without AVX2, several times slower: the processor has none, or AMBIDEX_MAX_ISA says so",
-        )  # fmt: skip
+        note_native(found, None, str(error))
     if choices.threads is not None:
-        num_unpinned = choices.threads.num_pin_failures
-        found.note(
-            Fallback.UNPINNED_THREADS, num_unpinned,
-            f"{num_unpinned} of {choices.num_threads} CPU threads have no processor of their own, steps take longer: "
-            f"this process may use {read_topology().num_usable_cores} processors, or may not pin threads",
-        )  # fmt: skip
-    plain = find_fallbacks(choices.device.type) if choices.device.type == "cuda" else {}
-    found.note(
-        Fallback.PLAIN_KERNELS, len(plain),
-        f"torch stands in for {len(plain)} kernels on the GPU ({', '.join(plain)}), steps take longer: "
-        f"{next(iter(plain.values()), '')}",
-    )  # fmt: skip
-    refusals = [reason for pool in pools.values() for reason in pool.pin_refusals]
-    found.note(
-        Fallback.PAGEABLE_MEMORY, len(refusals),
-        f"{len(refusals)} buffers of KV in host memory are not pinned, copies are slower: {' '.join(refusals[:1])}",
-    )  # fmt: skip
-    small = [(tier, pool) for tier, pool in pools.items() if pool.page_refusal is not None]
-    found.note(
-        Fallback.SMALL_PAGES, len(small),
-        f"KV on {' and '.join(tier for tier, _ in small)} has no huge pages, random reads are slower: "
-        f"{' '.join(str(pool.page_refusal) for _, pool in small[:1])}",
-    )  # fmt: skip
+        note_threads(found, choices.num_threads, choices.threads.num_pin_failures)
+    if choices.device.type == "cuda":
+        note_kernels(found, find_fallbacks(choices.device.type))
+    note_memory(
+        found,
+        [reason for pool in pools.values() for reason in pool.pin_refusals],
+        {tier: pool.page_refusal for tier, pool in pools.items() if pool.page_refusal is not None},
+    )
     return found
 
 
@@ -518,62 +496,34 @@ def _weights_row(choices: _Choices) -> ReportRow:
 def _report(
     config: EngineConfig,
     choices: _Choices,
-    pools: dict[Tier, KVPool],
+    pools: Mapping[Tier, KVPool],
     *,
     stream: tuple[float, str],
     fallbacks: Fallbacks,
 ) -> EngineReport:
-    spec, memory, kv = choices.spec, choices.memory, choices.kv.specs
-    facts = [
-        ReportRow(section="model", name="name", value=choices.source.name),
-        ReportRow(section="model", name="architecture", value=spec.architecture),
-        ReportRow(
-            section="model",
-            name="shape",
-            value=f"{spec.num_layers} layers, hidden {spec.hidden_size}, {spec.num_q_heads} query and "
-            f"{spec.num_kv_heads} KV heads of {spec.head_dim}, vocabulary {spec.vocab_size}",
-        ),
-        ReportRow(section="compute", name="device", value=str(choices.device)),
-        ReportRow(section="compute", name="dtype", value=choices.dtype.value, why=choices.dtype_why),
-        _weights_row(choices),
-        ReportRow(section="compute", name="threads", value=str(choices.num_threads)),
-        ReportRow(section="compute", name="decode", value=choices.decode_form.value, why=choices.decode_form_why),
-        ReportRow(section="compute", name="stream_share", value=f"{stream[0]:.2f} of keys in DRAM", why=stream[1]),
-        ReportRow(
-            section="kv",
-            name="max_context_len",
-            value=f"{memory.max_context_len} tokens",
-            why=memory.max_context_reason,
-        ),
-    ]
-    facts += [
-        ReportRow(
-            section="kv",
-            name=f"{tier}_format",
-            value=f"{kv[tier].dtype} in {kv[tier].order}, {kv[tier].bytes_per_token} B a token",
-            why=choices.kv.why if pools[tier].device.type == "cpu" else "the accelerator's own ops read it",
-        )
-        for tier in pools
-    ]
-    facts += region_rows(config, num_gpu_blocks=memory.num_blocks[Tier.GPU], max_context_len=memory.max_context_len)
-    for tier, pool in pools.items():
-        pinned = f", {'pinned' if pool.is_pinned else 'not pinned'}" if choices.device.type == "cuda" else ""
-        facts.append(
-            ReportRow(
-                section="kv",
-                name=f"{tier}_blocks",
-                value=f"{pool.num_blocks} blocks of {config.block_size} tokens",
-                why=f"{format_size(pool.num_bytes)} on {pool.device}{pinned if tier is Tier.DRAM else ''}",
+    is_cuda = choices.device.type == "cuda"
+    return make_report(
+        config,
+        model_name=choices.source.name,
+        spec=choices.spec,
+        compute=[
+            ReportRow(section="compute", name="device", value=str(choices.device)),
+            ReportRow(section="compute", name="dtype", value=choices.dtype.value, why=choices.dtype_why),
+            _weights_row(choices),
+            ReportRow(section="compute", name="threads", value=str(choices.num_threads)),
+            ReportRow(section="compute", name="decode", value=choices.decode_form.value, why=choices.decode_form_why),
+            ReportRow(section="compute", name="stream_share", value=f"{stream[0]:.2f} of keys in DRAM", why=stream[1]),
+        ],
+        kv=choices.kv,
+        memory=choices.memory,
+        pools={
+            tier: PoolFacts(
+                num_blocks=pool.num_blocks,
+                num_bytes=pool.num_bytes,
+                device=str(pool.device),
+                is_pinned=pool.is_pinned if is_cuda and tier is Tier.DRAM else None,
             )
-        )
-        facts += [
-            ReportRow(section=f"memory {tier}", name=entry.owner, value=format_size(entry.num_bytes))
-            for entry in memory.ledger.entries(tier)
-        ]
-        facts.append(ReportRow(section=f"memory {tier}", name="budget", value=format_size(memory.ledger.budget(tier))))
-    facts += fallbacks.rows
-    facts += [
-        ReportRow(section="settings", name=field.name, value=str(getattr(config, field.name)))
-        for field in dataclasses.fields(config)
-    ]
-    return EngineReport(facts=tuple(facts))
+            for tier, pool in pools.items()
+        },
+        fallbacks=fallbacks.rows,
+    )
