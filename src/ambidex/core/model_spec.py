@@ -103,6 +103,8 @@ class ModelSpec:
     """The matrices that have fewer than 16 bits a number in a GGUF file: name there and type."""
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    alibi_slopes: tuple[float, ...] | None = None
+    """By query head: a key's score is less by the slope for each token of its distance. Then there is no `rope`."""
     opt: OptSpec | None = None
     falcon: FalconSpec | None = None
 

@@ -220,7 +220,7 @@ def _choose(config: EngineConfig, decode_form: DecodeForm | None, *, streams_chu
     keeps = config.load_format is not LoadFormat.DUMMY and keeps_quantized(
         config.dtype, is_quantized=spec.is_quantized, device=device, has_native=threads is not None
     )
-    form, form_why = (decode_form, "asked for") if decode_form else _choose_decode_form(config, device, threads)
+    form, form_why = (decode_form, "asked for") if decode_form else _choose_decode_form(config, spec, device, threads)
     has_row_ops = is_cuda or form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
     kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
     weights_bytes = _weights_bytes(spec, dtype, device, keeps_quantized=keeps)
@@ -228,7 +228,12 @@ def _choose(config: EngineConfig, decode_form: DecodeForm | None, *, streams_chu
     free = _free_memory(device)
     can_step_stream = config.stream_percent != 0 and why_no_stream(spec, kv.specs) is None
     stream = None
-    if (streams_chunks or is_cuda) and config.dram_memory != 0 and kv.specs[Tier.DRAM].order is KVOrder.TILES:
+    if (
+        (streams_chunks or is_cuda)
+        and spec.alibi_slopes is None
+        and config.dram_memory != 0
+        and kv.specs[Tier.DRAM].order is KVOrder.TILES
+    ):
         stream = StreamBuffers.of(
             kv.specs[Tier.DRAM],
             max_context_len=config.max_context_len or spec.max_context_len,
@@ -263,9 +268,11 @@ def _choose(config: EngineConfig, decode_form: DecodeForm | None, *, streams_chu
 
 
 def _choose_decode_form(
-    config: EngineConfig, device: torch.device, threads: ThreadPool | None
+    config: EngineConfig, spec: ModelSpec, device: torch.device, threads: ThreadPool | None
 ) -> tuple[DecodeForm, str]:
     """How decode steps run, and the reason."""
+    if spec.alibi_slopes is not None:
+        return DecodeForm.ORDINARY, "attention with slopes (alibi) has no other form"
     if config.graphs is Graphs.OFF:
         return DecodeForm.ORDINARY, "graphs are off"
     if device.type != "cuda":
