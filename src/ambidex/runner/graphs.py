@@ -202,14 +202,8 @@ class DecodeSteps:
             with handover.answering(batches):
                 self._compute(num_rows, handover)
             return
-        self._stream.start(self._batch.stream_runs)
-        try:
-            with handover.answering(batches):
-                self._compute(num_rows, handover)
-        except BaseException:
-            self._stream.cancel()
-            raise
-        self._stream.finish()
+        with handover.answering(batches), self._stream.inline(self._batch.stream_runs):
+            self._compute(num_rows, handover)
 
     def _layer_batches(self) -> list[KeyBatch] | None:
         """The CPU lane's keys of each layer; None if it has nothing to do."""

@@ -7,13 +7,18 @@ Keys of old blocks do not depend on the step, so the link works through the whol
 is kept by words in host memory, which the accelerator's stream and that of the copies write and wait for: `arrived[i]`
 before layer i's blocks are read, `used[i]` before its buffer is written again. The step may be a captured graph: what
 it launches is the same in each step. The copies are not part of it; a thread of this class launches them.
+
+NOTE: loading a kernel waits for all streams of the device. Were one loaded while the copies wait for a layer whose end
+is not launched yet, neither would go on. So a step that may load kernels, the first of its kind, is `inline`: its
+copies stand in the accelerator's own stream, and nobody waits for a word.
 """
 
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -46,7 +51,8 @@ class BlockRun:
 class StepStream:
     """Buffers, words and the thread that launches copies.
 
-    A step is `start`, then for each layer `wait`, the use of `layer`, `free`; and at last `finish`.
+    A step is `start`, then for each layer `wait`, the use of `layer`, `free`; and at last `finish`. Or it is all within
+    `inline`, without `start` and `finish`.
 
     Args:
         pool: where the blocks lie; pinned, unless the device is the CPU.
@@ -75,6 +81,9 @@ class StepStream:
         self._idle = threading.Event()
         self._idle.set()
         self._error: Exception | None = None
+        self._inline: Callable[[Tensor, Tensor], None] | None = None
+        if is_cuda and pool.num_blocks and num_blocks:
+            self._fetch(torch.zeros(1, dtype=torch.int64, device=device))  # the thread must never load a kernel
         threading.Thread(target=_work, args=(self._jobs,), name="ambidex-stream-lane", daemon=True).start()
         weakref.finalize(self, self._jobs.put, None)
 
@@ -107,9 +116,18 @@ class StepStream:
         if self._error is not None:
             raise LaneError(f"the stream lane could not bring keys from DRAM: {self._error}") from self._error
 
-    def cancel(self) -> None:
-        """Give up a step that was not launched to its end: its copies need not wait for it."""
-        self._host_flags[1, :, 0] = 1
+    @contextmanager
+    def inline(self, runs: Sequence[BlockRun]) -> Iterator[None]:
+        """Launch a step whose copies stand in its own stream.
+
+        Raises:
+            CopyError: a copy cannot be launched.
+        """
+        self._inline = self._find_way(runs) if runs else _copy_nothing
+        try:
+            yield
+        finally:
+            self._inline = None
 
     def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """K and V of a layer's blocks, each [Hkv, num_blocks, P, row_size] in the pool's order."""
@@ -118,11 +136,16 @@ class StepStream:
 
     def wait(self, layer_idx: int) -> None:
         """Launch: wait until a layer's blocks have arrived."""
-        self._words.wait(self._flags[0, layer_idx, :1])
+        if self._inline is None:
+            self._words.wait(self._flags[0, layer_idx, :1])
+            return
+        for source, to in zip(self._pool.layer(layer_idx), self.layer(layer_idx), strict=True):
+            self._inline(source, to)
 
     def free(self, layer_idx: int) -> None:
         """Launch: what was launched so far is the last use of a layer's blocks."""
-        self._words.write(self._flags[1, layer_idx, :1])
+        if self._inline is None:
+            self._words.write(self._flags[1, layer_idx, :1])
 
     def _send_all(self, runs: Sequence[BlockRun]) -> None:
         """In the thread: launch the copies of all layers."""
@@ -150,7 +173,7 @@ class StepStream:
         if mean_bytes < LEAST_COPY_BYTES and self._pool.is_within_reach(self._device):
             ids = torch.cat([torch.arange(run.first, run.first + run.num) for run in runs])
             with self._copies.active():
-                there = ids.to(self._device)
+                there = ids.to(self._device)  # waits until they are there
             return lambda source, to: tiles.fetch_blocks(source, there, to[:, :num_blocks])
 
         def copy(source: Tensor, to: Tensor) -> None:
@@ -163,6 +186,11 @@ class StepStream:
 
         return copy
 
+    def _fetch(self, ids: Tensor) -> None:
+        """Fetch some blocks of the first layer."""
+        k, _ = self.layer(0)
+        tiles.fetch_blocks(self._pool.layer(0)[0], ids, k[:, : len(ids)])
+
     def _await_copies(self) -> None:
         end = time.monotonic() + WAIT_LIMIT_S
         self._idle.wait(WAIT_LIMIT_S)
@@ -170,6 +198,10 @@ class StepStream:
             if time.monotonic() > end:
                 raise LaneError(f"the copies of the last step did not end within {WAIT_LIMIT_S:.0f} s")
         self._last_copies = None
+
+
+def _copy_nothing(_source: Tensor, _to: Tensor) -> None:
+    """The way of no blocks."""
 
 
 def _work(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:

@@ -99,6 +99,9 @@ def test_blocks_are_right_on_a_gpu_whoever_is_late(
     monkeypatch.setattr(step_stream, "LEAST_COPY_BYTES", least_copy_bytes)
     rng, pool, device = random.Random(1), make_pool("cuda"), torch.device("cuda")
     stream = StepStream(pool, MOST, device, StreamWords())
+    torch.cuda._sleep(1)
+    with stream.inline(draw_runs(rng)):
+        run_step(stream)  # loads the kernels that the test uses
     for _ in range(5):
         runs = draw_runs(rng)
         torch.cuda.synchronize()
@@ -134,13 +137,13 @@ def test_a_copy_that_cannot_be_launched_fails_the_step_and_the_next_is_right(mon
     check(pool, runs, run_step(stream))
 
 
-def test_a_step_that_is_given_up_does_not_keep_its_copies_waiting() -> None:
-    pool = make_pool("cpu")
-    stream = StepStream(pool, MOST, torch.device("cpu"), HostWords())
-    runs = [BlockRun(first=0, place=0, num=MOST)]
-    stream.start(runs)
-    stream.wait(0)
-    stream.cancel()
-    stream.finish()
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_inline_step_needs_no_words(device: str) -> None:
+    pool = make_pool(device)
+    stream = StepStream(pool, MOST, torch.device(device), StreamWords() if device == "cuda" else HostWords())
+    for runs in ([BlockRun(first=3, place=0, num=MOST)], [], [BlockRun(first=11, place=0, num=1)]):
+        with stream.inline(runs):
+            found = run_step(stream)
+        check(pool, runs, found)
     stream.start(runs)
     check(pool, runs, run_step(stream))
