@@ -55,6 +55,9 @@ class Variant:
 
 
 VARIANTS: Final[Mapping[str, Variant]] = {
+    "ambidex": Variant(kind=Kind.AMBIDEX, dtype=None, kv_dtype=DType.FP16),
+    "ambidex-int8": Variant(kind=Kind.AMBIDEX, dtype=None, kv_dtype=DType.INT8),
+    "ambidex-bf16-kv": Variant(kind=Kind.AMBIDEX, dtype=None, kv_dtype=DType.BF16),
     "ambidex-fp32": Variant(kind=Kind.AMBIDEX, dtype=DType.FP32, kv_dtype=DType.FP32),
     "ambidex-fp32-split": Variant(kind=Kind.AMBIDEX, dtype=DType.FP32, kv_dtype=DType.FP32, is_split=True),
     "ambidex-bf16": Variant(kind=Kind.AMBIDEX, dtype=DType.BF16, kv_dtype=DType.BF16),
@@ -123,7 +126,7 @@ class Ambidex:
         self._llm = ambidex.LLM(
             job.model_file,
             device=DeviceKind.CPU,
-            dtype=DTypeChoice(variant.dtype.value),
+            dtype=DTypeChoice.AUTO if variant.dtype is None else DTypeChoice(variant.dtype.value),
             kv_dtype=KVDTypeChoice(variant.kv_dtype.value),
             block_size=BLOCK_SIZE,
             max_context_len=longest,

@@ -9,6 +9,7 @@ long contexts cost no device time; decode steps are computed as always. Floor of
     GPU    weights (all but the embedding) and K and V of its tier, over its measured read bandwidth
     CPU    K and V of DRAM, over the DRAM read bandwidth that the lane's own threads reach in the same run; the stream
            lane takes a share of them off it over the link, so that a step may be below this floor
+    DRAM   K and V of DRAM, over what DRAM gives in all while those threads and the copy engine read it at once
 
 and beside it the sum of both, which is the floor of one request whose layers follow each other. `lane_s`: what the CPU
 lane takes for all layers when nothing keeps it waiting. Appends one JSON line to bench/results/decode_hybrid.jsonl.
@@ -41,6 +42,7 @@ from ambidex.runner.runner import call_model
 from harness import REPO, Quantiles, append_record, environment, significant
 
 DRAM_PROBE_BYTES: Final = 4 * 2**30
+COPY_BYTES: Final = 256 * 2**20
 NUM_LANE_RUNS: Final = 12
 
 
@@ -95,14 +97,16 @@ def main() -> int:
     gpu = decode_gpu.read_gpu_bandwidth() if is_cuda else decode_gpu.read_cpu_bandwidth()
     lane = CpuLane(engine)
     dram = lane.read_bandwidth()
+    both = lane.read_beside_copies() if is_cuda else dram
     share, why = (find("compute", "stream_share") for find in (engine.report.value, engine.report.why))
     print(f"decode: {engine.report.value('compute', 'decode')}; stream lane {share} ({why}); built in "
           f"{load_s:.1f} s; weights of a step "
           f"{weight_bytes / 1e9:.2f} GB; GPU memory is read at {gpu.median / 1e9:.0f} GB/s, DRAM by "
-          f"{lane.num_threads} threads at {dram.median / 1e9:.1f} GB/s", flush=True)  # fmt: skip
+          f"{lane.num_threads} threads at {dram.median / 1e9:.1f} GB/s, by them and the copy engine at once at "
+          f"{both.median / 1e9:.1f} GB/s", flush=True)  # fmt: skip
     points = []
     for point in options.points:
-        figures = measure(engine, point, options, lane, gpu=gpu, dram=dram, weight_bytes=weight_bytes)
+        figures = measure(engine, point, options, lane, gpu=gpu, dram=dram, both=both, weight_bytes=weight_bytes)
         points.append(figures)
         print_point(figures)
     record = {
@@ -116,6 +120,7 @@ def main() -> int:
         "load_s": significant(load_s, 3), "weight_bytes": weight_bytes,
         "gpu_read_bandwidth": {"unit": "bytes/s", **gpu.record()},
         "dram_read_bandwidth": {"unit": "bytes/s", **dram.record()},
+        "dram_read_bandwidth_beside_copies": {"unit": "bytes/s", **both.record()},
         "num_graph_failures": engine.stats.num_graph_failures, "points": points,
     }  # fmt: skip
     print(append_record(options.output, record))
@@ -209,6 +214,24 @@ class CpuLane:
             samples.append(buffer.numel() / (time.perf_counter() - start))
         return Quantiles.of(samples[1:])
 
+    def read_beside_copies(self) -> Quantiles:
+        """Bytes/s that DRAM gives in all while the lane's threads read it and the copy engine brings it to the GPU."""
+        buffer = torch.ones(DRAM_PROBE_BYTES, dtype=torch.uint8)
+        source = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True).fill_(1)
+        target = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+        samples = []
+        for _ in range(5):
+            ends = []
+            for _ in range(2 * DRAM_PROBE_BYTES // COPY_BYTES):
+                target.copy_(source, non_blocking=True)
+                ends.append(torch.cuda.current_stream().record_event())
+            start, num_before = time.perf_counter(), sum(end.query() for end in ends)
+            self._threads.read(buffer)
+            num_bytes = buffer.numel() + COPY_BYTES * (sum(end.query() for end in ends) - num_before)
+            samples.append(num_bytes / (time.perf_counter() - start))
+            torch.cuda.synchronize()
+        return Quantiles.of(samples[1:])
+
     def layers_s(self, num_rows: int) -> Quantiles:
         """Seconds of all layers of the last step's keys, its queries all there at once."""
         samples = []
@@ -227,6 +250,7 @@ def measure(
     *,
     gpu: Quantiles,
     dram: Quantiles,
+    both: Quantiles,
     weight_bytes: int,
 ) -> dict[str, Any]:
     """Fill the contexts of a point, time its steps and end its requests."""
@@ -247,13 +271,15 @@ def measure(
     step_s = Quantiles.of(seconds)
     gpu_s = (weight_bytes + read[Lane.GPU]) / gpu.median
     cpu_s = (read[Lane.CPU] + read[Lane.STREAM]) / dram.median
+    both_s = (read[Lane.CPU] + read[Lane.STREAM]) / max(dram.median, both.median)
     is_split = read[Lane.CPU] > 0
     lane_s = lane.layers_s(point.batch) if is_split else None
     figures = {
         "batch": point.batch, "context": point.context, "fill_s": significant(fill_s, 3),
         "step_s": step_s.record(), "lane_s": lane_s.record() if lane_s else None,
         "lane_bytes": {str(name): num for name, num in read.items()},
-        "floor_gpu_s": significant(gpu_s), "floor_cpu_s": significant(cpu_s),
+        "floor_gpu_s": significant(gpu_s), "floor_cpu_s": significant(cpu_s), "floor_dram_s": significant(both_s),
+        "times_floor": significant(step_s.median / max(gpu_s, both_s), 3),
         "share_of_slower_lane": significant(max(gpu_s, cpu_s) / step_s.median, 3),
         "share_of_sum": significant((gpu_s + cpu_s) / step_s.median, 3),
         "lane_bytes_per_s": significant(read[Lane.CPU] / lane_s.median) if lane_s else None,
@@ -276,7 +302,8 @@ def print_point(figures: Mapping[str, Any]) -> None:
     print(
         f"{figures['batch']:3} x {figures['context']:6}: {took['median'] * 1e3:8.3f} ms a step "
         f"({took['q20'] * 1e3:.3f} … {took['q80'] * 1e3:.3f}); floors GPU {figures['floor_gpu_s'] * 1e3:.3f}, CPU "
-        f"{figures['floor_cpu_s'] * 1e3:.3f} ms; share of the slower {figures['share_of_slower_lane']:.2f}, of the sum "
+        f"{figures['floor_cpu_s'] * 1e3:.3f}, DRAM by both {figures['floor_dram_s'] * 1e3:.3f} ms: "
+        f"{figures['times_floor']:.2f} times the slower; bytes {figures['lane_bytes']}; share of the slower {figures['share_of_slower_lane']:.2f}, of the sum "
         f"{figures['share_of_sum']:.2f}; CPU lane alone {alone}; replayed {figures['num_replayed_steps']} of "
         f"{took['num']}; filled in {figures['fill_s']:.1f} s; sections {figures['sections_s']}",
         flush=True,
