@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ambidex import EngineConfig, SamplingParams
-from ambidex.attention.handover import HostWords
 from ambidex.core.config import DeviceKind, DTypeChoice, KVDTypeChoice
 from ambidex.core.ids import Lane
 from ambidex.engine.build import build_engine
@@ -27,6 +26,7 @@ from ambidex.runner.runner import call_model
 from ambidex.storage.copy import copy_block
 from ambidex.storage.kv_pool import KVPool
 from ambidex.storage.side_stream import SideStream
+from ambidex.storage.words import HostWords
 from fault_runs import run
 from late_streams import late_streams
 from tiny_engine import make_engine_folder
@@ -150,7 +150,7 @@ def test_late_streams_of_a_gpu_change_no_answer(
         torch.cuda._sleep(rng.choice([0, 1_000_000]))  # the computation comes late, and with it what copies wait for
         return call_model(model, batch, attention)
 
-    for module in ("tile_ring", "tile_writer"):
+    for module in ("tile_ring", "tile_writer", "step_stream"):
         monkeypatch.setattr(f"ambidex.storage.{module}.SideStream", SleepingStream)
     engine = make_engine(
         folder, split, DeviceKind.CUDA, decode_form=form, forward=late_forward, copy=LateCopy(random.Random(seed))
