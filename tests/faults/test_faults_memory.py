@@ -108,4 +108,4 @@ def test_a_gpu_whose_memory_is_taken_by_another_computes_in_smaller_chunks(folde
 
     engine = build_engine(config, forward=greedy)
     assert tokens(run(engine, prompts)) == wanted
-    assert engine.stats.fallbacks[Fallback.SMALLER_CHUNKS] >= 2
+    assert engine.stats.fallbacks[Fallback.SMALLER_CHUNKS] == 1
