@@ -185,6 +185,11 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             aten.native_layer_norm.default: self._layer_norm,
         }
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled, so torch need not load its compiler (900 modules, seconds) in the first step."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
