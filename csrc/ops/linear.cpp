@@ -23,6 +23,9 @@ static_assert(kRowsPerLine % kGroupRows == 0, "a chunk begins with a group");
 // one thread reads about 10 KiB.
 constexpr std::size_t kLeastBytesForThreads = 32 * 1024;
 
+// Of x, that a thread packs before it asks for more.
+constexpr std::size_t kTokensAtOnce = 4;
+
 std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 
 }  // namespace
@@ -58,7 +61,12 @@ void LinearPool::multiply(Isa isa, const Matrices& matrices, const float* x, std
     packed_ = std::make_unique<float[]>(packed_size);
     packed_capacity_ = packed_size;
   }
-  pack_tokens(isa, matrices.number, x, num_tokens, matrices.num_in, packed_.get());
+  isa_ = isa;
+  matrices_ = &matrices;
+  products_ = products;
+  num_tokens_ = num_tokens;
+  x_ = x;
+  pack();
   const std::size_t bytes_per_row = std::max<std::size_t>(row_bytes(matrices.number, matrices.num_in), 1);
   std::size_t num_rows = 0;
   for (const Matrix& part : matrices.parts) num_rows += part.num_out;
@@ -66,15 +74,29 @@ void LinearPool::multiply(Isa isa, const Matrices& matrices, const float* x, std
   rows_per_chunk_ = ceil_div(std::min(kMostChunkBytes, even_share) / bytes_per_row + 1, kRowsPerLine) * kRowsPerLine;
   num_chunks_ = 0;
   for (const Matrix& part : matrices.parts) num_chunks_ += ceil_div(part.num_out, rows_per_chunk_);
-  isa_ = isa;
-  matrices_ = &matrices;
-  products_ = products;
-  num_tokens_ = num_tokens;
   next_chunk_.store(0, std::memory_order_relaxed);
   if (num_rows * bytes_per_row * num_tokens <= kLeastBytesForThreads) {
     work();
   } else {
     threads_.run_shared([](void* self, std::size_t) { static_cast<LinearPool*>(self)->work(); }, this);
+  }
+}
+
+// All threads take part where x is as large as what they are woken for.
+void LinearPool::pack() {
+  next_chunk_.store(0, std::memory_order_relaxed);
+  if (num_tokens_ * matrices_->num_in * sizeof(float) <= kLeastBytesForThreads) {
+    pack_some();
+  } else {
+    threads_.run_shared([](void* self, std::size_t) { static_cast<LinearPool*>(self)->pack_some(); }, this);
+  }
+}
+
+void LinearPool::pack_some() {
+  const std::size_t width = packed_width(isa_, matrices_->number, matrices_->num_in);
+  for (std::size_t token; (token = next_chunk_.fetch_add(kTokensAtOnce, std::memory_order_relaxed)) < num_tokens_;) {
+    pack_tokens(isa_, matrices_->number, x_ + token * matrices_->num_in, std::min(kTokensAtOnce, num_tokens_ - token),
+                matrices_->num_in, packed_.get() + token * width);
   }
 }
 

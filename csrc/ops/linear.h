@@ -56,6 +56,8 @@ class LinearPool {
   void multiply(Isa isa, const Matrices& matrices, const float* x, std::size_t num_tokens, const Product* products);
 
  private:
+  void pack();
+  void pack_some();
   void work();
 
   ThreadPool& threads_;
@@ -65,6 +67,7 @@ class LinearPool {
   Isa isa_ = Isa::kGeneric;
   const Matrices* matrices_ = nullptr;
   const Product* products_ = nullptr;
+  const float* x_ = nullptr;
   std::size_t num_tokens_ = 0;
   std::size_t rows_per_chunk_ = 0;
   std::size_t num_chunks_ = 0;

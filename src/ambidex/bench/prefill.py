@@ -1,6 +1,7 @@
 """`measure_prefill`: seconds from a prompt to its first token, beside the floor of its operations."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,6 +15,10 @@ from ambidex.core.dtypes import DType
 from ambidex.core.model_spec import ModelSpec
 from ambidex.engine.engine import Engine
 from ambidex.engine.report import EngineFigures
+from ambidex.kernels.cpu.linear import LinearPool, Matrices
+from ambidex.kernels.cpu.native import ThreadPool
+from ambidex.kernels.cpu.quantized import BLOCKS, QuantizedMatrix
+from ambidex.models.quantized import find_kept
 from ambidex.runner.device import TORCH_DTYPES
 
 COLUMNS: Final = ("prompt", "floor ms", "ms", "20 %", "80 %", "tokens/s", "share")
@@ -24,9 +29,9 @@ NUM_ANSWER_TOKENS: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmRate:
-    """Operations/s of the fastest matrix product that torch has for the model's MLP, and its number format."""
+    """Operations/s of the fastest matrix product that there is for the model's MLP, and the weights' format."""
 
-    dtype: DType
+    dtype: str
     flops_per_s: Quantiles
 
     def record(self) -> dict[str, Any]:
@@ -141,24 +146,47 @@ def measure_prefill(
 def gemm_rate(built: EngineFigures, *, num_tokens: int) -> GemmRate:
     """Measure torch's product of the MLP's shape, [T, E] · [E, F], in the weights' format, and in fp32 on a CPU too.
 
+    If weights are kept quantised, the native product is measured besides, for the type that most of them have.
+
     Args:
         num_tokens: T, the tokens of a step.
     """
     device = torch.device(built.device)
     formats = {built.dtype} if device.type == "cuda" else {built.dtype, DType.FP32}
-    rates = [GemmRate(dtype=dtype, flops_per_s=_measure(built, dtype, device, num_tokens)) for dtype in sorted(formats)]
+    products = {str(dtype): _dense_product(built, dtype, device, num_tokens) for dtype in sorted(formats)}
+    kinds = Counter(find_kept(built.spec).values() if built.keeps_quantized else ())
+    if fit := [kind for kind, _ in kinds.most_common() if built.spec.hidden_size % BLOCKS[kind][0] == 0]:
+        kind = fit[0]
+        products[kind] = _quantized_product(built, kind, num_tokens)
+    rates = [
+        GemmRate(dtype=dtype, flops_per_s=_measure(built, multiply, device, num_tokens))
+        for dtype, multiply in products.items()
+    ]
     return max(rates, key=lambda rate: rate.flops_per_s.median)
 
 
-def _measure(built: EngineFigures, dtype: DType, device: torch.device, num_tokens: int) -> Quantiles:
+def _dense_product(built: EngineFigures, dtype: DType, device: torch.device, num_tokens: int) -> Callable[[], object]:
     size, width = built.spec.hidden_size, built.spec.intermediate_size
     x = torch.ones(num_tokens, size, dtype=TORCH_DTYPES[dtype], device=device)
     weight = torch.ones(width, size, dtype=TORCH_DTYPES[dtype], device=device)
+    return lambda: torch.nn.functional.linear(x, weight)
+
+
+def _quantized_product(built: EngineFigures, kind: str, num_tokens: int) -> Callable[[], object]:
+    size, width = built.spec.hidden_size, built.spec.intermediate_size
+    pool = LinearPool(ThreadPool(built.num_threads))
+    matrices = Matrices([QuantizedMatrix.zeros(kind, (width, size))], [None])
+    x = torch.ones(num_tokens, size)
+    return lambda: pool.multiply(matrices, x)
+
+
+def _measure(built: EngineFigures, product: Callable[[], object], device: torch.device, num_tokens: int) -> Quantiles:
+    size, width = built.spec.hidden_size, built.spec.intermediate_size
     num_products = max(1, int(2e9 // (2 * num_tokens * size * width)))  # enough work for the clock, also of tiny models
 
     def multiply() -> None:
         for _ in range(num_products):
-            torch.nn.functional.linear(x, weight)
+            product()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 

@@ -27,7 +27,11 @@ an AVX2 EPYC, with other processes about, bf16 weights, best of many runs in tur
 torch with fp32 weights): 128 rows, 576 x 3072: 5.0, 11.8, 4.2 ms; 1536 x 576: 2.6, 2.1, 1.9; 4096 x 2048: 36, 35, 32;
 512 rows: 24, 31, 20; 14, 14, 9; 260, 168, 163. With 32 rows and fewer it is 1.2 to 15 times as fast as torch with fp32
 weights. A constant, not a measurement at start: which op computes shows in the last bits of the result, and the same
-step must give the same bits tomorrow."""
+step must give the same bits tomorrow.
+
+Quantised weights are multiplied natively whatever the number of rows: 16-bit integers are the faster product on AVX2.
+CPU time of one thread there, native against torch in fp32 and what dequantising takes before it: 768 x 3072, 512 rows,
+Q4_1: 21.4, 27.8 + 1.8 ms; Q4_K: 25.7, 28.0 + 1.7; 1536 x 576, 128 rows, Q8_0: 2.6, 3.1 + 0.8."""
 
 
 class LinearContext:
