@@ -20,8 +20,10 @@ from ambidex.server.main import DrainingServer, bind, url_of
 from ambidex.server.service import EngineService, MakeEngine
 
 WAIT_S = 30.0
-SMALL_POOL: dict[str, Any] = {"block_size": 4, "kv_gpu_tokens": 128, "num_sink_tokens": 4, "recent_window": 16}
-"""Settings of an engine so small that blocks move to DRAM."""
+SMALL_POOL: dict[str, Any] = {
+    "block_size": 4, "kv_gpu_tokens": 128, "num_sink_tokens": 4, "recent_window": 16, "prefix_cache_percent": 100
+}  # fmt: skip
+"""Settings of an engine so small that blocks move to DRAM; with a prefix cache, as `serve` has it."""
 
 
 class LiveServer:

@@ -84,6 +84,7 @@ def stats_rows(stats: "EngineStats") -> list[tuple[str, str]]:
         *((f"KV read by {lane} lane", format_size(size)) for lane, size in stats.lane_bytes.items()),
         ("block moves", f"{stats.num_moves}, {stats.num_failed_moves} failed"),
         ("preemptions", str(stats.num_preemptions)),
+        ("tokens from the prefix cache", str(stats.num_cached_tokens)),
     ]  # fmt: skip
     for name, num_tokens, seconds in (
         ("prefill", stats.num_prefill_tokens, stats.prefill_seconds),
@@ -101,6 +102,7 @@ def stats_json(stats: "EngineStats") -> dict[str, Any]:
         "num_computed_tokens": stats.num_computed_tokens,
         "num_output_tokens": stats.num_output_tokens,
         "num_preemptions": stats.num_preemptions,
+        "num_cached_tokens": stats.num_cached_tokens,
         "num_prefill_tokens": stats.num_prefill_tokens,
         "num_decode_tokens": stats.num_decode_tokens,
         "prefill_seconds": stats.prefill_seconds,

@@ -125,6 +125,11 @@ class EngineConfig:
         "budget of the DRAM tier for KV; default: 45 % of the free memory, at most what is used",
         unit="bytes",
     )  # fmt: skip
+    prefix_cache_percent: int | None = setting(
+        None, SettingKind.INT,
+        "share of the KV blocks of all tiers that may keep tokens of ended requests, for others that begin alike; 0 "
+        "turns it off; default: 100 for serve and chat, else 0", unit="%", low=0, high=100,
+    )  # fmt: skip
     num_sink_tokens: int = setting(
         64, SettingKind.INT, "first tokens of a context, kept on the accelerator tier", unit="tokens", low=0
     )
@@ -176,6 +181,14 @@ class EngineConfig:
         if settings:
             raise ConfigError(f"settings ({', '.join(settings)}) beside an EngineConfig: put them into it")
         return model
+
+    def keeping_prefixes(self) -> "EngineConfig":
+        """The same for requests that come back to what others have said: with a prefix cache, unless it is set.
+
+        Elsewhere it is off where nobody asks for it: prompts that are computed are what benchmarks measure, and a
+        prompt that is computed in other chunks than before is rounded otherwise.
+        """
+        return self if self.prefix_cache_percent is not None else dataclasses.replace(self, prefix_cache_percent=100)
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -208,10 +208,16 @@ class Request:
     """Prompt and answer together never exceed this."""
     stop_ids: frozenset[int] = frozenset()
     """Token ids that end the answer (end-of-text ids unless ignored, and `stop_token_ids`)."""
+    tenant: str = ""
+    """Whose request it is: those of two tenants never share KV blocks."""
+    cache_salt: str = ""
+    """Requests of one tenant share KV blocks only if they bring the same salt."""
     output_token_ids: list[int] = field(default_factory=list)
     allowed_tokens: bytes | None = None
     """Bit mask of the tokens that may come next (see `ScheduledRequest`); None: any."""
     num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that were not computed for it, because the prefix cache had their K and V."""
     num_preemptions: int = 0
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None

@@ -36,6 +36,7 @@ from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
 from ambidex.kernels.dispatch import choose
 from ambidex.kernels.linear import LinearContext
 from ambidex.kv.manager import KVManager
+from ambidex.kv.prefix_cache import PrefixCacheLimits
 from ambidex.models.base import CausalLM
 from ambidex.models.registry import build_model
 from ambidex.models.weights import load_weights, make_dummy_weights
@@ -118,6 +119,7 @@ def build_engine(
         Regions(
             block_size=config.block_size, num_sink_tokens=config.num_sink_tokens, recent_window=config.recent_window
         ),
+        PrefixCacheLimits(max_idle_percent=config.prefix_cache_percent or 0, identity=_cache_identity(choices)),
     )
     scheduler = Scheduler(
         kv_manager,
@@ -149,6 +151,11 @@ def build_engine(
             for tier, usage in kv_manager.usage().items()
         }
 
+    def cached_bytes() -> dict[Tier, int]:
+        return {
+            tier: usage.cached * choices.kv.specs[tier].bytes_per_block for tier, usage in kv_manager.usage().items()
+        }
+
     return Engine(
         core=EngineCore(scheduler=scheduler, executor=runner)
         if not tracer.is_on
@@ -170,6 +177,7 @@ def build_engine(
             ledger=choices.memory.ledger,
         ),
         kv_bytes=kv_bytes,
+        cached_bytes=cached_bytes,
         kv_capacity={tier: pool.num_bytes for tier, pool in pools.items()},
         weights_bytes={
             tier: sum(entry.num_bytes for entry in choices.memory.ledger.entries(tier) if entry.owner == "weights")
@@ -181,6 +189,11 @@ def build_engine(
 def default_num_threads(device: torch.device) -> int:
     """CPU threads where none are asked for: the usable cores, of which a GPU's driver takes one."""
     return max(1, read_topology().num_usable_cores - (device.type == "cuda"))
+
+
+def _cache_identity(choices: _Choices) -> str:
+    """All that K and V depend on beside the tokens, as text."""
+    return repr((choices.source.name, choices.spec, choices.dtype, sorted(choices.kv.specs.items())))
 
 
 def _choose(config: EngineConfig, decode_form: DecodeForm | None, *, streams_chunks: bool) -> _Choices:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from ambidex.core.errors import InternalError
 from ambidex.core.ids import RequestId
 from ambidex.core.request import Request, RequestStatus
-from ambidex.kv.manager import KVLease
+from ambidex.kv.block_keys import BlockKeys
+from ambidex.kv.lease import KVLease
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +26,8 @@ class Entry:
     arrival: int
     """Number in the order of arrival, from 0."""
     lease: KVLease | None = None
+    keys: BlockKeys | None = None
+    """Names of its full blocks; None: there is no prefix cache."""
     is_announced: bool = False
     """The executor has been told of it."""
 

@@ -197,7 +197,10 @@ class Answer:
         self._error = None
         for choice in self._choices:
             old = choice.request
-            choice.request, choice.latest = llm.make_request(old.prompt_token_ids, old.params), None
+            choice.request = llm.make_request(
+                old.prompt_token_ids, old.params, tenant=old.tenant, cache_salt=old.cache_salt
+            )
+            choice.latest = None
         logger.warning("answer %s is queued again", self.id)
         self._submit(llm)
 

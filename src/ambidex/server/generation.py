@@ -28,6 +28,8 @@ class Generation:
     writer: Writer
     model: str
     num_choices: int
+    num_each: int
+    """Choices of each prompt, side by side."""
     num_prompt_tokens: int
     """Each prompt counted once, however many choices it has."""
     is_stream: bool
@@ -81,7 +83,7 @@ class Generation:
                     for choice in self.writer.advance(idx, output):
                         yield event(self._chunk([choice], **(extra if self.writer.kind == "text_completion" else {})))
             if self.has_usage:
-                yield event(self._chunk([], usage=self._usage(list(last.values()))))
+                yield event(self._chunk([], usage=self._usage([last[idx] for idx in range(self.num_choices)])))
             yield DONE
         except Exception as error:  # the status has been sent: all that is left is an event
             answer = answer_for(error)
@@ -115,11 +117,12 @@ class Generation:
 
     def _usage(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         num_output = sum(len(output.token_ids) for output in outputs)
+        num_cached = sum(output.num_cached_tokens for output in outputs[:: self.num_each])
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": num_output,
             "total_tokens": self.num_prompt_tokens + num_output,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": num_cached},
         }
 
     def _close(self, http: HttpRequest, answers: Answers, metrics: Metrics) -> None:

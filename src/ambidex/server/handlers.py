@@ -181,12 +181,16 @@ class Handlers:
                 "num_computed_tokens": stats.num_computed_tokens,
                 "num_output_tokens": stats.num_output_tokens,
                 "num_preemptions": stats.num_preemptions,
+                "num_cached_tokens": stats.num_cached_tokens,
+                "num_evicted_blocks": stats.num_evicted_blocks,
+                "num_cache_mismatches": stats.num_cache_mismatches,
                 "num_moves": stats.num_moves,
                 "num_failed_moves": stats.num_failed_moves,
                 "tiers": {
                     tier: {
                         "weights_bytes": status.weights_bytes.get(tier, 0),
                         "kv_bytes": stats.kv_bytes.get(tier, 0),
+                        "cached_bytes": stats.cached_bytes.get(tier, 0),
                         "peak_kv_bytes": stats.peak_kv_bytes.get(tier, 0),
                         "capacity_bytes": capacity,
                     }
@@ -197,6 +201,25 @@ class Handlers:
                 "report": llm.report.as_json(),
             }
         )
+
+    async def cache(self, http: HttpRequest) -> Response:
+        """`GET /v1/ambidex/cache`: what the prefix cache keeps and has done."""
+        del http
+        stats = self.service.engine().status().stats
+        return JSONResponse(
+            {
+                "cached_bytes": stats.cached_bytes,
+                "num_cached_tokens": stats.num_cached_tokens,
+                "num_computed_tokens": stats.num_computed_tokens,
+                "num_evicted_blocks": stats.num_evicted_blocks,
+                "num_cache_mismatches": stats.num_cache_mismatches,
+            }
+        )
+
+    async def drop_cache(self, http: HttpRequest) -> Response:
+        """`DELETE /v1/ambidex/cache`: forget what the prefix cache keeps of the caller's requests."""
+        num_blocks = await self.service.engine().drop_cached(record_of(http).tenant)
+        return JSONResponse({"num_dropped_blocks": num_blocks})
 
     async def _generate(
         self,
@@ -217,7 +240,7 @@ class Handlers:
         for prompt in prompts:
             self._check_length(llm, prompt, params, param)
         self.answers.check_room(num_choices)
-        requests = await self._make_requests(llm, prompts, params, num_each)
+        requests = await self._make_requests(llm, prompts, params, body, record_of(http).tenant)
         if body.user:
             record_of(http).fields["user"] = body.user
         answer = Answer(f"{prefix}-{uuid4().hex}", self.service, requests, self.metrics)
@@ -226,6 +249,7 @@ class Handlers:
             writer=writer,
             model=body.model or self.names[0],
             num_choices=num_choices,
+            num_each=num_each,
             num_prompt_tokens=sum(map(len, prompts)),
             is_stream=bool(body.stream),
             has_usage=is_usage_wanted(body),
@@ -236,10 +260,14 @@ class Handlers:
         return await generation.respond(http, self.answers, self.metrics)
 
     async def _make_requests(
-        self, llm: AsyncLLM, prompts: Sequence[list[int]], params: SamplingParams, num_each: int
+        self, llm: AsyncLLM, prompts: Sequence[list[int]], params: SamplingParams, body: Sampling, tenant: str
     ) -> list[Request]:
         def make() -> list[Request]:
-            return [llm.make_request(prompt, for_choice(params, idx)) for prompt in prompts for idx in range(num_each)]
+            return [
+                llm.make_request(prompt, for_choice(params, idx), tenant=tenant, cache_salt=body.cache_salt or "")
+                for prompt in prompts
+                for idx in range(body.n or 1)
+            ]
 
         if params.guide is None:
             return await _aside(4 * sum(map(len, prompts)), make)

@@ -67,6 +67,7 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("ambidex_requests_running", "requests that hold KV blocks", value=status.num_running)
         for name, text, values in (
             ("kv_used_bytes", "KV that requests hold on a tier", stats.kv_bytes),
+            ("kv_cached_bytes", "KV that the prefix cache keeps idle on a tier", stats.cached_bytes),
             ("kv_peak_bytes", "the most that they held after a step", stats.peak_kv_bytes),
             ("kv_capacity_bytes", "size of the KV pool of a tier", status.capacity_bytes),
             ("weights_bytes", "weights on a tier", status.weights_bytes),
@@ -87,6 +88,9 @@ class _EngineCollector(Collector):
             ("steps", "steps of the engine", stats.num_steps),
             ("computed_tokens", "tokens computed, prompts included", stats.num_computed_tokens),
             ("output_tokens", "tokens sampled", stats.num_output_tokens),
+            ("cached_tokens", "tokens of prompts that the prefix cache had", stats.num_cached_tokens),
+            ("evicted_blocks", "blocks that had to leave the prefix cache", stats.num_evicted_blocks),
+            ("cache_mismatches", "cached blocks with other tokens than their name says", stats.num_cache_mismatches),
             ("preemptions", "requests that yielded their blocks", stats.num_preemptions),
             ("block_moves", "blocks copied between tiers", stats.num_moves),
             ("failed_block_moves", "copies that failed", stats.num_failed_moves),

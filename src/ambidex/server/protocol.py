@@ -99,6 +99,7 @@ class Sampling(Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     structured_outputs: StructuredOutputs | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
 
 class CompletionRequest(Sampling):
