@@ -220,6 +220,14 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
         ("chat/completions", {"messages": []}, "messages", "messages is []"),
         ("chat/completions", {"messages": "hi"}, "messages", "messages is 'hi'"),
         ("chat/completions", {"messages": [{}]}, "messages[0].role", "role is missing"),
+        (
+            "chat/completions",
+            {"messages": [CHAT["messages"][0], {"role": "wizard", "content": "x"}]},
+            "messages[1].role",
+            "messages[1].role is 'wizard'",
+        ),
+        ("chat/completions", {**CHAT, "max_tokens": 500}, "max_tokens", "500 in the completion"),
+        ("chat/completions", {**CHAT, "max_completion_tokens": 500}, "max_completion_tokens", "500 in the completion"),
         ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content", "content is missing"),
         (
             "chat/completions",
@@ -282,7 +290,19 @@ def test_prompt_and_answer_beyond_the_context_are_refused(server: LiveServer) ->
     assert server.complete("x" * 100, max_tokens=28).status_code == 200
     error = server.complete("x" * 100, max_tokens=29).json()["error"]
     assert error["code"] == "context_length_exceeded"
+    assert error["param"] == "max_tokens"
     assert "100 in the prompt, 29 in the completion" in error["message"]
+
+
+def test_developer_messages_are_system_messages(server: LiveServer) -> None:
+    answers = [
+        server.http.post(
+            "/v1/chat/completions",
+            json={"messages": [{"role": role, "content": "be brief"}, *CHAT["messages"]], "temperature": 0},
+        ).json()["choices"]
+        for role in ("developer", "system")
+    ]
+    assert answers[0] == answers[1]
 
 
 def test_chat_without_a_limit_ends_at_the_context_with_reason_length(server: LiveServer) -> None:

@@ -1,5 +1,6 @@
 """The prefix cache as clients see it: counted, exact, never shared between keys, and droppable."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import httpx
 import pytest
 
 from ambidex import LLM, SamplingParams
+from ambidex.cli.main import AmbidexCommand
 from ambidex.core.config import EngineConfig
 from live_server import SMALL_POOL, LiveServer, maker
 
@@ -91,3 +93,30 @@ def test_server_keeps_prefixes_unless_told_otherwise_and_the_library_does_not() 
     config = EngineConfig(model="m")
     assert (config.prefix_cache_percent, config.keeping_prefixes().prefix_cache_percent) == (None, 100)
     assert EngineConfig(model="m", prefix_cache_percent=0).keeping_prefixes().prefix_cache_percent == 0
+
+
+def run_verb(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        AmbidexCommand().main(["cache", *args], prog_name="ambidex")
+    captured = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, captured.out, captured.err
+
+
+def test_verbs_list_and_drop_what_a_server_keeps(shared: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+    complete(shared, KEYS[0], "for the verbs: " + PROMPT)
+    address = ("--url", shared.url, "--api-key", KEYS[0])
+    code, out, _ = run_verb(capsys, "ls", *address)
+    assert (code, "gpu" in out, "tokens of prompts were found" in out) == (0, True, True)
+    code, out, _ = run_verb(capsys, "rm", *address, "--json")
+    assert (code, json.loads(out)["num_dropped_blocks"] > 0) == (0, True)
+    assert run_verb(capsys, "rm", *address)[:2] == (0, "0 blocks were dropped\n")
+
+
+def test_verbs_say_what_is_wrong_in_one_line(shared: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run_verb(capsys, "ls", "--url", shared.url, "--api-key", "not-the-right-key")
+    assert (code, out) == (2, "")
+    assert "no valid API key" in err
+    code, _, err = run_verb(capsys, "ls", "--url", "http://127.0.0.1:1")
+    assert (code, "no ambidex server answers" in err, err.count("\n")) == (1, True, 1)
+    assert run_verb(capsys, "rm", "--url", "file:///etc/passwd")[0] == 2

@@ -298,7 +298,7 @@ def _choose_stream_share(config: EngineConfig, choices: _Choices, pools: Mapping
     dram = pools[Tier.DRAM]
     if reason is not None or not isinstance(dram, TiledKVPool):
         if config.stream_percent:
-            raise ConfigError(f"--stream-percent {config.stream_percent} cannot be had, use 0: {reason}")
+            raise ConfigError(f"`stream_percent` {config.stream_percent} cannot be had, use 0: {reason}")
         return 0.0, str(reason)
     if config.stream_percent is not None:
         return config.stream_percent / 100, "asked for"
@@ -337,7 +337,7 @@ def _chat_template(config: EngineConfig, tokenizer: Tokenizer) -> ChatTemplate:
     try:
         source = Path(config.chat_template).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # not there, not UTF-8, a name with a null byte
-        raise ConfigError(f"--chat-template {config.chat_template!r} cannot be read: {error}") from error
+        raise ConfigError(f"`chat_template` {config.chat_template!r} cannot be read: {error}") from error
     template = ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token)
     template.check()
     return template

@@ -57,7 +57,7 @@ class KVManager:
         if not self._tiers.tiers:
             raise ConfigError(
                 f"the KV tiers hold 0 blocks of {regions.block_size} tokens: at least 1 is needed; "
-                f"raise --kv-gpu-tokens, --gpu-memory or --dram-memory"
+                f"raise `kv_gpu_tokens`, `gpu_memory` or `dram_memory`"
             )
         self._num_blocks = sum(usage.total for usage in self._tiers.usage().values())
         self._below = tuple(tier for tier in self._tiers.tiers if tier is not Tier.GPU)

@@ -323,7 +323,7 @@ class Scheduler:
         num_needed = self._kv.num_missing_blocks(None, entry.request.num_tokens)
         error = (
             f"a context of {entry.request.num_tokens} tokens needs {num_needed} KV blocks, all tiers together have "
-            f"{self._kv.num_blocks} of {self._kv.block_size} tokens: raise --kv-gpu-tokens or --dram-memory"
+            f"{self._kv.num_blocks} of {self._kv.block_size} tokens: raise `kv_gpu_tokens` or `dram_memory`"
         )
         self._end(entry, FinishReason.ERROR, error)
         self._failed.append(entry.request)

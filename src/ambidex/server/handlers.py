@@ -238,7 +238,7 @@ class Handlers:
         num_choices = num_each * len(prompts)
         self._check_choices(num_choices)
         for prompt in prompts:
-            self._check_length(llm, prompt, params, param)
+            self._check_length(llm, prompt, params, param, body)
         self.answers.check_room(num_choices)
         requests = await self._make_requests(llm, prompts, params, body, record_of(http).tenant)
         if body.user:
@@ -301,7 +301,9 @@ class Handlers:
                 param="n",
             )
 
-    def _check_length(self, llm: AsyncLLM, prompt: list[int], params: SamplingParams, param: str) -> None:
+    def _check_length(
+        self, llm: AsyncLLM, prompt: list[int], params: SamplingParams, param: str, body: Sampling
+    ) -> None:
         limit = self.config.max_prompt_tokens
         if limit is not None and len(prompt) > limit:
             raise bad_request(
@@ -311,7 +313,14 @@ class Handlers:
             )
         num_output = params.max_output_tokens or 0
         if len(prompt) + max(1, num_output) > llm.max_context_len:
-            raise context_length(len(prompt), num_output, llm.max_context_len, param=param)
+            is_newer = isinstance(body, ChatRequest) and body.max_completion_tokens is not None
+            raise context_length(
+                len(prompt),
+                num_output,
+                llm.max_context_len,
+                prompt_param=param,
+                output_param="max_completion_tokens" if is_newer else "max_tokens",
+            )
 
     def _tool_format(self, llm: AsyncLLM, tools: Sequence[Tool]) -> ToolFormat | None:
         if not tools:

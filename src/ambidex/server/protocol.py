@@ -135,9 +135,9 @@ class EarlierCall(Body):
 
 
 class Message(Body):
-    """One turn of a conversation."""
+    """One turn of a conversation. `developer` is OpenAI's newer word for `system`."""
 
-    role: Annotated[str, Field(min_length=1, max_length=64)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = Field(None, max_length=256)
     tool_calls: Annotated[list[EarlierCall], Field(max_length=MAX_TOOLS)] | None = None
