@@ -39,6 +39,8 @@ class Traffic:
     move_delays: float
     request_failures: float
     cache_percent: int
+    num_tenants: int
+    num_priorities: int
 
 
 TRAFFIC = st.builds(
@@ -58,6 +60,8 @@ TRAFFIC = st.builds(
     move_delays=st.sampled_from([0.0, 0.5]),
     request_failures=st.sampled_from([0.0, 0.02]),
     cache_percent=st.sampled_from([0, 30, 100]),
+    num_tenants=st.integers(1, 3),
+    num_priorities=st.integers(1, 2),
 )
 
 
@@ -69,6 +73,7 @@ class Run:
     requests: list[Request] = field(default_factory=list)
     aborted: set[RequestId] = field(default_factory=set)
     reported: set[RequestId] = field(default_factory=set)
+    started: list[RequestId] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         traffic = self.traffic
@@ -117,6 +122,8 @@ class Run:
             params=SamplingParams(max_output_tokens=max_output, min_output_tokens=self.rng.choice([0, 1])),
             max_total_tokens=self.rng.choice([prompt_len + 1, MAX_CONTEXT_LEN, MAX_CONTEXT_LEN]),
             stop_ids=self.rng.choice([frozenset(), frozenset(), STOP_IDS]),
+            tenant=str(self.rng.randrange(self.traffic.num_tenants)),
+            priority=self.rng.randrange(self.traffic.num_priorities),
         )
         self.requests.append(request)
         self.scheduler.add(request)
@@ -150,8 +157,12 @@ class Run:
         assert self.scheduler.num_running <= self.traffic.max_running_requests
         ids = [chunk.request_id for chunk in plan.requests]
         assert len(set(ids)) == len(ids)
-        arrivals = [int(request_id[1:]) for request_id in ids]
-        assert arrivals == sorted(arrivals), "requests are not served in order of arrival"
+        self.started += [request.request_id for request in plan.new_requests]
+        places = [self.started.index(request_id) for request_id in ids]
+        assert places == sorted(places), "requests are not served in the order in which they started"
+        if self.traffic.num_tenants == self.traffic.num_priorities == 1:
+            arrivals = [int(request_id[1:]) for request_id in self.started]
+            assert arrivals == sorted(arrivals), "requests do not start in order of arrival"
 
 
 @settings(max_examples=150, deadline=None)

@@ -213,6 +213,8 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
         ("completions", {"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias", "must lie in"),
         ("completions", {"prompt": "x", "min_tokens": 9, "max_tokens": 5}, "min_tokens", "above"),
         ("completions", {"prompt": "x", "seed": "a"}, "seed", "seed is 'a'"),
+        ("completions", {"prompt": "x", "priority": 101}, "priority", "priority is 101"),
+        ("completions", {"prompt": "x", "priority": 0.5}, "priority", "priority is 0.5"),
         ("completions", {"prompt": "x", "stream_options": {}}, "stream_options", "stream is not true"),
         ("completions", {"prompt": "x", "prompt_logprobs": -1}, "prompt_logprobs", "unknown field: prompt_logprobs"),
         ("completions", {"prompt": "x", "a": 1, "b": 2}, "a", "unknown fields: a, b"),

@@ -18,6 +18,7 @@ MAX_STOP_STRINGS = 16
 MAX_COUNT = 2**31 - 1
 """Of tokens and ranks: what a signed 32-bit number holds."""
 MAX_LOGIT_BIAS = 1024
+MAX_PRIORITY = 100
 
 
 MAX_GUIDE_BYTES = 65536
@@ -212,6 +213,8 @@ class Request:
     """Whose request it is: those of two tenants never share KV blocks."""
     cache_salt: str = ""
     """Requests of one tenant share KV blocks only if they bring the same salt."""
+    priority: int = 0
+    """Lower goes sooner, among the waiting requests of its tenant; −`MAX_PRIORITY` … `MAX_PRIORITY`."""
     output_token_ids: list[int] = field(default_factory=list)
     allowed_tokens: bytes | None = None
     """Bit mask of the tokens that may come next (see `ScheduledRequest`); None: any."""

@@ -135,16 +135,23 @@ class AsyncLLM:
         return self._engine.render_chat(messages, tools)
 
     def make_request(
-        self, prompt: Prompt, params: SamplingParams, *, tenant: str = "", cache_salt: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        tenant: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
     ) -> Request:
         """Check a prompt and its parameters; nothing runs yet. Any thread may call it.
 
         Args:
             tenant, cache_salt: only requests with the same two share what they have in common.
+            priority: lower goes sooner among the waiting requests of its tenant.
         Raises:
             RequestError, ContextLengthError: what is wrong with them.
         """
-        return self._engine.make_request(prompt, params, tenant=tenant, cache_salt=cache_salt)
+        return self._engine.make_request(prompt, params, tenant=tenant, cache_salt=cache_salt, priority=priority)
 
     def submit(self, request: Request, put: Put) -> Callable[[], None]:
         """Queue a checked request.

@@ -7,7 +7,7 @@ from typing import Any
 
 from ambidex.core.errors import ContextLengthError, InternalError, RequestError
 from ambidex.core.ids import RequestId, Tier
-from ambidex.core.request import FinishReason, Request, SamplingParams
+from ambidex.core.request import MAX_PRIORITY, FinishReason, Request, SamplingParams
 from ambidex.core.step import SampledToken
 from ambidex.engine.core import EngineCore
 from ambidex.engine.outputs import AnswerText, RequestOutput
@@ -84,12 +84,19 @@ class Engine:
         return self.tokenizer.encode(self.chat_template.render(messages, tools=tools), add_special=False)
 
     def make_request(
-        self, prompt: Prompt, params: SamplingParams, *, tenant: str = "", cache_salt: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        tenant: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
     ) -> Request:
         """Check a prompt and its parameters; nothing runs yet.
 
         Args:
             tenant, cache_salt: only requests with the same two share what they have in common.
+            priority: lower goes sooner among the waiting requests of its tenant.
         Raises:
             RequestError, ContextLengthError: what is wrong with them.
         """
@@ -103,6 +110,8 @@ class Engine:
         self.check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])
         if len(token_ids) >= self.max_context_len:
             raise ContextLengthError(len(token_ids), self.max_context_len)
+        if not isinstance(priority, int) or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise RequestError(f"priority is {priority!r}: it must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
         max_total = self.max_context_len
         if params.max_output_tokens is not None:
             max_total = min(max_total, len(token_ids) + params.max_output_tokens)
@@ -116,6 +125,7 @@ class Engine:
             stop_ids=eos_ids | frozenset(params.stop_token_ids),
             tenant=tenant,
             cache_salt=cache_salt,
+            priority=priority,
         )
 
     def submit(self, request: Request) -> RequestId:

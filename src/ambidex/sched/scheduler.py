@@ -1,10 +1,11 @@
 """`Scheduler`: who computes which tokens in the next step, and what follows from what the step gave.
 
 One counter a request, `num_computed_tokens`, catches up with `num_tokens`; prefill, its chunks, decode and computing
-again after a preemption are the same thing. Running requests come first, then waiting ones, both in order of arrival.
-When blocks run out, the running request that arrived last yields: its blocks are freed and it computes again later. The
-one that needs the blocks never yields itself: if it arrived last, it keeps what it has and sits the step out. So the
-oldest request always advances, and each ends.
+again after a preemption are the same thing. Running requests come first, in the order in which they started, then
+those that had to yield, then the others, as `FairQueue` orders them. When blocks run out, the running request that
+started last yields: its blocks are freed and it computes again later, before any other starts. The one that needs the
+blocks never yields itself: if it started last, it keeps what it has and sits the step out. So the request that started
+first always advances, and each ends.
 
 A request begins behind the blocks that the prefix cache has of it, also when it begins again after it has yielded.
 
@@ -25,7 +26,8 @@ from ambidex.kv.manager import KVManager, PrefixHit
 from ambidex.kv.prefix_cache import PrefixCacheStats
 from ambidex.sched.admission import Admission, AdmissionState, decide_admission
 from ambidex.sched.budget import TokenBudget
-from ambidex.sched.queue import Entry, RequestQueues
+from ambidex.sched.entry import Entry
+from ambidex.sched.queue import RequestQueues
 
 logger = logging.getLogger(__name__)
 
@@ -258,6 +260,7 @@ class Scheduler:
         self._num_cached_tokens += num_tokens
         if not entry.is_announced:
             request.num_cached_tokens = num_tokens
+            self._queues.charge(entry, request.num_tokens - num_tokens)
 
     def _admission_state(self, entry: Entry, prefix: PrefixHit, budget: TokenBudget) -> AdmissionState:
         return AdmissionState(
@@ -303,6 +306,7 @@ class Scheduler:
         if not chunk.is_sampled or token is None:
             return
         request.output_token_ids.append(token.token_id)
+        self._queues.charge(entry, 1)
         reason = self._finish_reason(request)
         if reason:
             self._end(entry, reason)

@@ -198,7 +198,11 @@ class Answer:
         for choice in self._choices:
             old = choice.request
             choice.request = llm.make_request(
-                old.prompt_token_ids, old.params, tenant=old.tenant, cache_salt=old.cache_salt
+                old.prompt_token_ids,
+                old.params,
+                tenant=old.tenant,
+                cache_salt=old.cache_salt,
+                priority=old.priority,
             )
             choice.latest = None
         logger.warning("answer %s is queued again", self.id)

@@ -264,7 +264,13 @@ class Handlers:
     ) -> list[Request]:
         def make() -> list[Request]:
             return [
-                llm.make_request(prompt, for_choice(params, idx), tenant=tenant, cache_salt=body.cache_salt or "")
+                llm.make_request(
+                    prompt,
+                    for_choice(params, idx),
+                    tenant=tenant,
+                    cache_salt=body.cache_salt or "",
+                    priority=body.priority or 0,
+                )
                 for prompt in prompts
                 for idx in range(body.n or 1)
             ]
