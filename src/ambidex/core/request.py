@@ -94,8 +94,9 @@ class SamplingParams:
         object.__setattr__(self, "stop", _as_tuple("stop", self.stop, str))
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids, int))
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
-        for item in fields(self):
-            _check_type(item.name, getattr(self, item.name), item.default)
+        for name, default in _DEFAULTS:
+            if (value := getattr(self, name)) is not default:
+                _check_type(name, value, default)
         _check("max_output_tokens", self.max_output_tokens, low=1, high=MAX_COUNT)
         _check("min_output_tokens", self.min_output_tokens, low=0, high=MAX_COUNT)
         if self.max_output_tokens is not None and self.min_output_tokens > self.max_output_tokens:
@@ -123,6 +124,10 @@ class SamplingParams:
         for token_id, bias in self.logit_bias:
             if not -100 <= bias <= 100:
                 raise RequestError(f"logit_bias of token {token_id} is {bias}: it must lie in [-100, 100]")
+
+
+_DEFAULTS: Final = tuple((item.name, item.default) for item in fields(SamplingParams))
+"""Read once: a server makes parameters for each request."""
 
 
 def _check_guides(guides: Mapping[GuideKind, object]) -> None:
