@@ -437,6 +437,7 @@ def _report(
     config: EngineConfig, choices: _Choices, pools: dict[Tier, KVPool], *, stream: tuple[float, str]
 ) -> EngineReport:
     spec, memory, kv = choices.spec, choices.memory, choices.kv.specs
+    memory_blocks = sum(memory.num_blocks.values())
     facts = [
         ReportRow(section="model", name="name", value=choices.source.name),
         ReportRow(section="model", name="architecture", value=spec.architecture),
@@ -467,6 +468,15 @@ def _report(
         )
         for tier in pools
     ]
+    num_cached = memory_blocks * (config.prefix_cache_percent or 0) // 100
+    facts.append(
+        ReportRow(
+            section="kv",
+            name="prefix_cache",
+            value=f"up to {num_cached} idle blocks" if num_cached else "off",
+            why=f"{config.prefix_cache_percent} % of all blocks" if num_cached else "prompts are computed as they come",
+        )
+    )
     facts += region_rows(config, num_gpu_blocks=memory.num_blocks[Tier.GPU], max_context_len=memory.max_context_len)
     for tier, pool in pools.items():
         pinned = f", {'pinned' if pool.is_pinned else 'not pinned'}" if choices.device.type == "cuda" else ""

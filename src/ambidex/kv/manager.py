@@ -120,7 +120,7 @@ class KVManager:
     def find_prefix(self, keys: BlockKeys | None, tokens: TokenSource, num_tokens: int) -> PrefixHit:
         """The cached blocks with which a context of `num_tokens` tokens may begin; its last token is always computed.
 
-        Nothing changes: the blocks may go until `open` is called.
+        They are not held, and may go until `open` is called.
         """
         if keys is None:
             return PrefixHit()

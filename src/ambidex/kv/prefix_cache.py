@@ -98,7 +98,7 @@ class PrefixCache:
         return BlockKeys(root_key(self._identity, tenant, salt), self._block_size, tenant)
 
     def find(self, names: Sequence[BlockKey]) -> list[CachedBlock]:
-        """The longest beginning of these blocks that is there, with the very same tokens."""
+        """The longest beginning of these blocks that is there, with the very same tokens; others are dropped."""
         found = []
         for name in names:
             block = self._listed.get(name.key)
@@ -106,7 +106,8 @@ class PrefixCache:
                 break
             if block.name.tokens != name.tokens or block.name.parent != name.parent:
                 self._num_mismatches += 1
-                logger.warning("a cached block holds other tokens than its name says: it is not used")
+                logger.warning("a cached block holds other tokens than its name says: it is not used any more")
+                self._drop(block)
                 break
             found.append(block)
         return found
@@ -176,14 +177,7 @@ class PrefixCache:
         """
         blocks = [block for block in self._listed.values() if tenant is None or block.tenant == tenant]
         for block in blocks:
-            if block.ticket is not None:
-                self.evict(block)
-            elif block in self._idle:  # it moves: both ends become free when the move ends
-                self._forget_idle(block)
-                self._tiers.revive(block.place)
-                self._tiers.release(block.place)
-            else:
-                self._unlist(block)
+            self._drop(block)
         return len(blocks)
 
     def begin_move(self, block: CachedBlock, move: BlockMove) -> None:
@@ -237,6 +231,17 @@ class PrefixCache:
             or num_open + sum(block.move is not None for block in self._idle) != num_cached
         ):
             raise InternalError(f"{self.num_evictable} idle blocks can be evicted, {num_open} should be")
+
+    def _drop(self, block: CachedBlock) -> None:
+        """A block is not found any more; an idle one becomes free."""
+        if block.ticket is not None:
+            self.evict(block)
+        elif block in self._idle:  # it moves: both ends become free when the move ends
+            self._forget_idle(block)
+            self._tiers.revive(block.place)
+            self._tiers.release(block.place)
+        else:
+            self._unlist(block)
 
     def _open(self, block: CachedBlock) -> None:
         """Idle and still: it may be evicted."""

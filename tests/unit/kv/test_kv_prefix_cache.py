@@ -102,7 +102,9 @@ def test_block_with_other_tokens_than_its_name_says_is_a_counted_miss(caplog: py
     client.keys = None
     client.leave()
     assert hit_of(kv, TEXT[:13]).num_tokens == 4
+    assert hit_of(kv, TEXT[:13]).num_tokens == 4
     assert kv.cache_stats().num_mismatches == 1
+    kv.check()
     assert "holds other tokens" in caplog.text
 
 
