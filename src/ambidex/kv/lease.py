@@ -1,10 +1,14 @@
 """`KVLease`, the blocks of one request, and `CachedBlock`, a full block that several requests may read."""
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from ambidex.core.ids import RequestId
 from ambidex.core.step import BlockMove, BlockRef
 from ambidex.kv.block_keys import BlockKey
+from ambidex.kv.residency import ResidentBlocks
+
+_NOTHING: Final = ResidentBlocks(num_blocks=0, num_first=0, num_last=0)
 
 
 @dataclass(slots=True, eq=False)
@@ -15,8 +19,9 @@ class KVLease:
     blocks: list[BlockRef] = field(default_factory=list)
     on_accelerator: set[int] = field(default_factory=set)
     moving: dict[int, BlockMove] = field(default_factory=dict)
+    wants: ResidentBlocks = _NOTHING
+    """What residency would keep of it on the accelerator tier, if there were room for all."""
     context_len: int = 0
-    next_len: int = 0
     table: tuple[BlockRef, ...] = ()
     """What the last step was told of `blocks`: the same object as long as nothing changes, so that it compares at once.
     Empty when a block has come or moved since."""

@@ -197,7 +197,8 @@ class KVManager:
         num_missing = self.num_missing_blocks(lease, num_tokens)
         if num_missing > self.num_free_blocks:
             return False
-        lease.context_len, lease.next_len = num_tokens, max(num_known_tokens, num_tokens + 1)
+        lease.context_len = num_tokens
+        lease.wants = self._residency.wants(num_tokens, max(num_known_tokens, num_tokens + 1))
         if num_missing:
             self._add_blocks(lease, num_missing)
         return True
@@ -224,7 +225,9 @@ class KVManager:
         if not self._below:
             return ()
         resident = dict(zip(self._leases.values(), self._choose(), strict=True))
-        for lease in resident:
+        for lease, kept in resident.items():
+            if kept.num_first + kept.num_last >= kept.num_blocks:  # all of it
+                continue
             num_full = num_computed_tokens.get(lease, 0) // self._block_size
             for block_idx in sorted(lease.on_accelerator - lease.moving.keys()):
                 cached = lease.cached.get(block_idx)
@@ -293,12 +296,8 @@ class KVManager:
             _check_lease(lease)
 
     def _choose(self) -> list[ResidentBlocks]:
-        leases = self._leases.values()
-        return self._residency.choose(
-            [lease.context_len for lease in leases],
-            [lease.next_len for lease in leases],
-            num_doubles=self._cache.num_doubles,
-        )
+        wants = [lease.wants for lease in self._leases.values()]
+        return self._residency.share(wants, num_doubles=self._cache.num_doubles)
 
     def _add_blocks(self, lease: KVLease, num_missing: int) -> None:
         resident = dict(zip(self._leases, self._choose(), strict=True))[lease.request_id]
