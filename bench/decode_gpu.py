@@ -24,7 +24,7 @@ import torch
 from tokenizers import Tokenizer, models
 
 from ambidex import EngineConfig, SamplingParams
-from ambidex.core.config import CudaGraphs, DeviceKind, DTypeChoice, LoadFormat
+from ambidex.core.config import DeviceKind, DTypeChoice, Graphs, LoadFormat
 from ambidex.core.errors import AmbidexError
 from ambidex.core.ids import Lane
 from ambidex.core.request import Request
@@ -106,7 +106,7 @@ class Options:
     chunk: int
     device: DeviceKind
     dtype: DTypeChoice
-    cuda_graphs: CudaGraphs
+    graphs: Graphs
     profile: bool
     output: Path
 
@@ -136,7 +136,7 @@ def main() -> int:
     record = {
         "bench": "decode_gpu", **opening,
         "settings": {"shape": options.shape, "dtype": options.dtype.value, "steps": options.steps,
-                     "chunk": options.chunk, "block_size": BLOCK_SIZE, "cuda_graphs": options.cuda_graphs.value,
+                     "chunk": options.chunk, "block_size": BLOCK_SIZE, "graphs": options.graphs.value,
                      "decode": engine.report.value("compute", "decode"),
                      "warmup": f"{NUM_WARMUP_STEPS} steps of each point"},
         "load_s": significant(load_s, 3), "weight_bytes": weight_bytes,
@@ -159,7 +159,7 @@ def parse_options() -> Options:
     parser.add_argument("--device", type=DeviceKind, choices=list(DeviceKind), default=DeviceKind.CUDA, help="where")
     parser.add_argument("--dtype", type=DTypeChoice, choices=[c for c in DTypeChoice if c is not DTypeChoice.AUTO],
                         default=DTypeChoice.BF16, help="number format")  # fmt: skip
-    parser.add_argument("--cuda-graphs", type=CudaGraphs, choices=list(CudaGraphs), default=CudaGraphs.AUTO, help="use")
+    parser.add_argument("--graphs", type=Graphs, choices=list(Graphs), default=Graphs.AUTO, help="use")
     parser.add_argument("--profile", action="store_true", help="list the kernels that take the most time")
     parser.add_argument("--output", type=Path, default=REPO / "bench/results/decode_gpu.jsonl", help="gets a line")
     args = parser.parse_args()
@@ -200,7 +200,7 @@ def make_config(folder: str, options: Options) -> EngineConfig:
             for point in options.points
         ),
         dram_memory=0,
-        cuda_graphs=options.cuda_graphs,
+        graphs=options.graphs,
     )
 
 

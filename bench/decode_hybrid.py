@@ -29,13 +29,13 @@ from torch import Tensor
 import decode_gpu
 from ambidex import EngineConfig
 from ambidex.attention.tiered import TieredAttention
-from ambidex.core.config import CudaGraphs, DeviceKind, DTypeChoice, KVDTypeChoice, LoadFormat
+from ambidex.core.config import DeviceKind, DTypeChoice, Graphs, KVDTypeChoice, LoadFormat
 from ambidex.core.errors import AmbidexError
 from ambidex.core.ids import Lane
 from ambidex.engine.build import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.models.base import AttentionOp, CausalLM
-from ambidex.runner.graphs import DecodeForm
+from ambidex.runner.decode import DecodeForm
 from ambidex.runner.input_batch import InputBatch
 from ambidex.runner.runner import call_model
 from harness import REPO, Quantiles, append_record, environment, significant
@@ -148,7 +148,7 @@ def parse_options() -> tuple[decode_gpu.Options, argparse.Namespace]:
         parser.error("--steps and --recent must be at least 1, --sink at least 0")
     options = decode_gpu.Options(
         shape=args.shape, points=points, steps=args.steps, chunk=8192, device=args.device, dtype=args.dtype,
-        cuda_graphs=CudaGraphs.AUTO, profile=args.profile, output=args.output,
+        graphs=Graphs.AUTO, profile=args.profile, output=args.output,
     )  # fmt: skip
     return options, args
 

@@ -42,6 +42,9 @@ class DenseAttention:
         group = q.shape[1] // k.shape[1]
         scores = torch.einsum("thd,shd->hts", q.float(), k.float().repeat_interleave(group, dim=1))
         scores = scores * self._spec.head_dim**-0.5
+        if self._spec.alibi_slopes is not None:
+            distance = torch.arange(len(k)) - torch.arange(len(k) - len(q), len(k))[:, None]  # [T, S]
+            scores = scores + torch.tensor(self._spec.alibi_slopes)[:, None, None] * distance
         visible = visible_keys(len(q), len(k), self._spec.windows[layer_idx])
         probs = scores.masked_fill(~visible, -torch.inf).softmax(-1)  # [Hq, T, S]
         return torch.einsum("hts,shd->thd", probs, v.float().repeat_interleave(group, dim=1)).to(q.dtype)

@@ -41,6 +41,7 @@ class FakeExecutor:
     Args:
         move_failures, move_delays: share of moves that fail, and of steps in which a move goes on to the next one.
         request_failures: share of a step's requests that fail.
+        memory_shortages: share of chunks for which there is no memory; what they stored is not what they should have.
     """
 
     def __init__(
@@ -51,11 +52,13 @@ class FakeExecutor:
         move_failures: float = 0.0,
         move_delays: float = 0.0,
         request_failures: float = 0.0,
+        memory_shortages: float = 0.0,
     ) -> None:
         self._block_size = block_size
         self._rng = rng or random.Random(0)
         self._move_failures, self._move_delays = move_failures, move_delays
         self._request_failures = request_failures
+        self._memory_shortages = memory_shortages
         self._slots: dict[BlockRef, list[int]] = {}
         self._moves: dict[MoveId, BlockMove] = {}
         self.known: set[RequestId] = set()
@@ -66,15 +69,25 @@ class FakeExecutor:
         self._meet(plan)
         self._begin_moves(plan)
         self._check_blocks(plan)
-        tokens, failures = {}, {}
+        tokens, failures, out_of_memory = {}, {}, {}
         for chunk in plan.requests:
+            if self._rng.random() < self._memory_shortages:
+                self._spoil(chunk)
+                out_of_memory[chunk.request_id] = "made to be short"
+                continue
             token = self._compute(chunk)
             if self._rng.random() < self._request_failures:
                 failures[chunk.request_id] = "made to fail"
             elif chunk.is_sampled:
                 tokens[chunk.request_id] = SampledToken(token_id=token)
         finished, failed = self._end_moves()
-        return StepResult(tokens=tokens, failures=failures, finished_moves=tuple(finished), failed_moves=tuple(failed))
+        return StepResult(
+            tokens=tokens,
+            failures=failures,
+            out_of_memory=out_of_memory,
+            finished_moves=tuple(finished),
+            failed_moves=tuple(failed),
+        )
 
     def _meet(self, plan: StepPlan) -> None:
         assert self.known >= set(plan.finished_requests), "a request ends that was never announced"
@@ -117,6 +130,11 @@ class FakeExecutor:
             slots = self._slots.setdefault(chunk.blocks[at // self._block_size], [GARBAGE] * self._block_size)
             slots[at % self._block_size] = token
         return next_token([*history, *chunk.token_ids])
+
+    def _spoil(self, chunk: ScheduledRequest) -> None:
+        for at in range(chunk.start, chunk.start + len(chunk.token_ids)):
+            slots = self._slots.setdefault(chunk.blocks[at // self._block_size], [GARBAGE] * self._block_size)
+            slots[at % self._block_size] = GARBAGE
 
     def _end_moves(self) -> tuple[list[MoveId], list[MoveId]]:
         finished, failed = [], []

@@ -91,6 +91,14 @@ VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "falcon_40b": {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
     "falcon_sequential": {**_FALCON, "multi_query": False, "parallel_attn": False, "bias": True},
 }  # fmt: skip
+ALIBI_VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "falcon_alibi": {**_FALCON, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    "falcon_alibi_grouped": {
+        **_FALCON, "alibi": True, "new_decoder_architecture": True, "num_kv_heads": 2, "num_attention_heads": 8,
+    },
+    "falcon_alibi_six": {**_FALCON, "alibi": True, "hidden_size": 96, "num_attention_heads": 6},
+}  # fmt: skip
+"""Models without rotary positions, whose attention has slopes."""
 """Name → the fields of `config.json`."""
 
 
@@ -109,9 +117,11 @@ def save_tiny_model(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = dict(VARIANTS[variant])
+    fields = dict({**VARIANTS, **ALIBI_VARIANTS}[variant])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    # NOTE: in transformers 5.17 the eager form of Falcon adds slopes twice, once in the mask; its fused form does not.
+    form = "sdpa" if variant in ALIBI_VARIANTS else "eager"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=form).eval()
     _randomise(model, seed)
     path = folder / variant
     model.save_pretrained(path, max_shard_size=max_shard_size)

@@ -5,7 +5,8 @@
 Weights of `--gib` GiB, far more than the caches hold, are cut into as many matrices as fit and multiplied in turn, as a
 model's layers are; the figure is bytes of weights over seconds. Beside it stands what the same threads read plainly
 from the same memory right before, and the time of a call whose work is nothing. For many tokens torch's fp32 product of
-fp32 weights stands beside it, which 16-bit weights must not fall behind. The last line is one JSON record.
+fp32 weights stands beside it, which 16-bit and quantised weights must not fall behind, and for quantised ones the time
+that dequantising them first would take. The last line is one JSON record.
 """
 
 import argparse
@@ -26,13 +27,16 @@ from cpu_attention import fill, huge_bytes, read_rate
 from ambidex.hw.topology import read_topology
 from ambidex.kernels.cpu import native
 from ambidex.kernels.cpu.linear import LinearPool, Matrices
+from ambidex.kernels.cpu.quantized import BLOCKS, GROUP_ROWS, QuantizedMatrix, packed_bytes
 from ambidex.kernels.linear import LinearContext, LinearOp
 from harness import REPO, Quantiles, append_record, environment, measure_seconds, significant, watch_others
 
 NUM_RUNS: Final = 5
 NUMBERS: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FORMATS: Final = (*NUMBERS, *BLOCKS)
 SHAPES: Final = ((576, 3072), (1536, 576), (4096, 4096))
 """Columns and rows: gate and up together, and down, of SmolLM2-135M; one of an 8B model."""
+PREFILL_TOKENS: Final = (128, 512)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +52,14 @@ class Case:
     @property
     def call_bytes(self) -> int:
         """Weights that one call reads."""
+        if self.number in BLOCKS:
+            return packed_bytes(self.number, (self.num_out, self.num_in))
         return self.num_in * self.num_out * NUMBERS[self.number].itemsize
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether rows are whole blocks."""
+        return self.num_in % BLOCKS.get(self.number, (1, 0))[0] == 0
 
 
 def main() -> int:
@@ -87,18 +98,23 @@ def parse_options() -> argparse.Namespace:
 
 
 def all_cases(threads: int) -> Iterator[Case]:
-    """Every shape and number type, decode steps of 1 to 16 tokens."""
-    for number in NUMBERS:
+    """Every shape and format, decode steps of 1 to 16 tokens."""
+    for number in FORMATS:
         for num_in, num_out in SHAPES:
             for tokens in (1, 4, 16):
-                yield Case(number=number, num_in=num_in, num_out=num_out, tokens=tokens, threads=threads)
+                case = Case(number=number, num_in=num_in, num_out=num_out, tokens=tokens, threads=threads)
+                if case.is_whole:
+                    yield case
 
 
 def prefill_cases(threads: int) -> Iterator[Case]:
-    """A chunk of 512 tokens."""
+    """Chunks of a prompt."""
     for num_in, num_out in SHAPES:
-        for number in NUMBERS:
-            yield Case(number=number, num_in=num_in, num_out=num_out, tokens=512, threads=threads)
+        for number in FORMATS:
+            for tokens in PREFILL_TOKENS:
+                case = Case(number=number, num_in=num_in, num_out=num_out, tokens=tokens, threads=threads)
+                if case.is_whole:
+                    yield case
 
 
 def measure_call(threads: native.ThreadPool) -> float:
@@ -144,30 +160,44 @@ def measure(case: Case, threads: native.ThreadPool, memory: Tensor) -> dict[str,
 
 def cut(memory: Tensor, case: Case) -> Sequence[Matrices]:
     """As many matrices as the memory holds."""
-    dtype = NUMBERS[case.number]
-    pieces = memory.split(case.call_bytes)
-    return [
-        Matrices([piece.view(dtype).view(case.num_out, case.num_in)], [None])
-        for piece in pieces
-        if piece.numel() == case.call_bytes
-    ]
+    pieces = [piece for piece in memory.split(case.call_bytes) if piece.numel() == case.call_bytes]
+    return [Matrices([weight_in(piece, case)], [None]) for piece in pieces]
+
+
+def weight_in(piece: Tensor, case: Case) -> Tensor | QuantizedMatrix:
+    """A matrix of the case whose memory is that piece."""
+    if case.number in BLOCKS:
+        shape = (case.num_out, case.num_in)
+        return QuantizedMatrix(case.number, shape, piece.view(-(-case.num_out // GROUP_ROWS), -1))
+    return piece.view(NUMBERS[case.number]).view(case.num_out, case.num_in)
 
 
 def measure_prefill(case: Case, threads: native.ThreadPool) -> dict[str, object]:
     """Time of a large product as the engine computes it, and of torch's in fp32, taken in turn."""
     torch.set_num_threads(case.threads)
     x, weight = torch.randn(case.tokens, case.num_in), torch.randn(case.num_out, case.num_in)
-    op, stored = LinearOp(LinearContext(threads)), weight.to(NUMBERS[case.number])
-    ours, plain = [], []
+    op = LinearOp(LinearContext(threads))
+    stored: Tensor | QuantizedMatrix
+    if case.number in BLOCKS:
+        stored = weight_in(torch.randint(0, 0x3C, (case.call_bytes,), dtype=torch.uint8), case)  # scales are finite
+    else:
+        stored = weight.to(NUMBERS[case.number])
+    ours, plain, widening = [], [], []
     for _ in range(2 * NUM_RUNS):
         ours += measure_seconds(lambda: op(x, [stored], [None]), num_warmups=1, num_runs=1)
         plain += measure_seconds(lambda: torch.nn.functional.linear(x, weight), num_warmups=1, num_runs=1)
+        if isinstance(stored, QuantizedMatrix):
+            widening += measure_seconds(stored.dense, num_warmups=1, num_runs=1)
+    figures = {"s": significant(min(ours)), "torch_fp32_s": significant(min(plain))}
+    if widening:
+        figures["dequantize_s"] = significant(min(widening))
+    also = f", dequantising in one thread {min(widening) * 1e6:6.0f} µs" if widening else ""
     print(
         f"{case.number} {case.num_out:5} x {case.num_in:4}, {case.tokens} tokens, {case.threads:2} threads: "
-        f"{min(ours) * 1e6:6.0f} µs, torch in fp32 {min(plain) * 1e6:6.0f} µs",
+        f"{min(ours) * 1e6:6.0f} µs, torch in fp32 {min(plain) * 1e6:6.0f} µs{also}",
         flush=True,
     )
-    return asdict(case) | {"s": significant(min(ours)), "torch_fp32_s": significant(min(plain))}
+    return asdict(case) | figures
 
 
 if __name__ == "__main__":

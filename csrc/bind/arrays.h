@@ -30,6 +30,16 @@ inline Number find_number(std::string_view name) {
   return Number::kInt8;
 }
 
+inline Number find_quantized(std::string_view name) {
+  if (name == "Q8_0") return Number::kQ8_0;
+  if (name == "Q4_0") return Number::kQ4_0;
+  if (name == "Q4_1") return Number::kQ4_1;
+  if (name == "Q4_K") return Number::kQ4_K;
+  if (name == "Q5_K") return Number::kQ5_K;
+  AMBIDEX_CHECK(name == "Q6_K", "type: expected Q8_0, Q4_0, Q4_1, Q4_K, Q5_K or Q6_K, got \"", name, "\"");
+  return Number::kQ6_K;
+}
+
 inline Isa choose_isa(std::optional<std::string_view> isa) { return isa ? find_isa(*isa) : best_isa(); }
 
 template <class A>

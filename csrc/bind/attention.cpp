@@ -16,6 +16,7 @@
 #include "bind/arrays.h"
 #include "bind/attention.h"
 #include "core/check.h"
+#include "core/program.h"
 #include "ops/script.h"
 
 namespace nb = nanobind;
@@ -59,6 +60,16 @@ void make_key_batch(KeyBatch* self, const Ids& block_ids, const Ids& block_offse
   AMBIDEX_CHECK(block_size >= 1, "block_size: expected at least 1, got 0");
   new (self) KeyBatch(block_ids.data(), block_ids.shape(0), block_offsets.data(), first_key.data(), num_keys.data(),
                       row_offsets.data(), num_requests, block_size);
+}
+
+void assign_keys(KeyBatch& self, const Ids& block_ids, const Ids& block_offsets, const Ids& first_key,
+                 const Ids& num_keys, const Ids& row_offsets) {
+  const std::size_t num_requests = first_key.shape(0);
+  check_size("num_keys", "R", num_keys, 0, num_requests);
+  check_size("block_offsets", "R + 1", block_offsets, 0, num_requests + 1);
+  check_size("row_offsets", "R + 1", row_offsets, 0, num_requests + 1);
+  self.assign(block_ids.data(), block_ids.shape(0), block_offsets.data(), first_key.data(), num_keys.data(),
+              row_offsets.data(), num_requests);
 }
 
 const float* scales_of(const char* name, const std::optional<Scales>& scales, const ConstBytes<4>& records,
@@ -124,7 +135,10 @@ void bind_attend(AttentionPool& self, const ConstBytes<3>& q, std::string_view q
   check_batch(call, batch);
   const Isa chosen = choose_isa(isa);
   nb::gil_scoped_release release;
-  self.attend(chosen, call, batch);
+  perform([&self, chosen, call, &batch] {
+    check_batch(call, batch);  // a program's batch may have been given other keys
+    self.attend(chosen, call, batch);
+  });
 }
 
 using Words = Array<std::int32_t, 2>;
@@ -170,6 +184,24 @@ void bind_store_rows(AttentionPool& self, std::string_view part, const Bytes<4>&
              static_cast<const char*>(rows.data()));
 }
 
+void bind_store_values(AttentionPool&, std::string_view part, const Bytes<4>& pool, std::string_view number_name,
+                       const std::optional<Array<float, 3>>& scales, const Ids& slots, const Array<const float, 3>& rows,
+                       std::optional<std::string_view> isa) {
+  const TiledPart to = describe(part, pool, rows.shape(2));
+  const Number number = find_number(number_name);
+  check_itemsize("pool", pool, size_of(number));
+  AMBIDEX_CHECK(scales.has_value() == (number == Number::kInt8), "scales: go with int8 and with nothing else");
+  for (std::size_t axis = 0; scales && axis < 3; ++axis) check_size("scales", "Hkv N P", *scales, axis, pool.shape(axis));
+  check_size("rows", "the slots", rows, 0, slots.shape(0));
+  check_size("rows", "Hkv", rows, 1, pool.shape(0));
+  const Isa chosen = choose_isa(isa);
+  nb::gil_scoped_release release;
+  perform([chosen, number, to, records = static_cast<char*>(pool.data()), scales = scales ? scales->data() : nullptr,
+           slots = slots.data(), num_rows = slots.shape(0), rows = rows.data()] {
+    store_values(chosen, number, to, records, scales, slots, num_rows, rows);
+  });
+}
+
 void bind_pack_blocks(AttentionPool& self, std::string_view part, const Bytes<4>& pool, const Ids& block_ids,
                       const ConstBytes<3>& rows) {
   const TiledPart to = describe(part, pool, rows.shape(2));
@@ -210,6 +242,8 @@ void bind_attention(nb::module_& m) {
       .def("__init__", &make_key_batch, "block_ids"_a.noconvert(), "block_offsets"_a.noconvert(),
            "first_key"_a.noconvert(), "num_keys"_a.noconvert(), "row_offsets"_a.noconvert(), nb::kw_only(),
            "block_size"_a)
+      .def("assign", &assign_keys, "block_ids"_a.noconvert(), "block_offsets"_a.noconvert(), "first_key"_a.noconvert(),
+           "num_keys"_a.noconvert(), "row_offsets"_a.noconvert())
       .def_prop_ro("num_rows", &KeyBatch::num_rows)
       .def_prop_ro("block_size", &KeyBatch::block_size);
   nb::class_<AttentionPool>(m, "AttentionPool")
@@ -218,6 +252,8 @@ void bind_attention(nb::module_& m) {
            "number"_a, "k_scales"_a.noconvert().none(), "v_scales"_a.noconvert().none(), "batch"_a, "scale"_a,
            "out"_a.noconvert(), "lse"_a.noconvert(), nb::kw_only(), "isa"_a = nb::none())
       .def("store_rows", &bind_store_rows, "part"_a, "pool"_a.noconvert(), "slots"_a.noconvert(), "rows"_a.noconvert())
+      .def("store_values", &bind_store_values, "part"_a, "pool"_a.noconvert(), "number"_a, "scales"_a.noconvert().none(),
+           "slots"_a.noconvert(), "rows"_a.noconvert(), nb::kw_only(), "isa"_a = nb::none())
       .def("pack_blocks", &bind_pack_blocks, "part"_a, "pool"_a.noconvert(), "block_ids"_a.noconvert(),
            "rows"_a.noconvert())
       .def("gather_rows", &bind_gather_rows, "part"_a, "pool"_a.noconvert(), "block_ids"_a.noconvert(), "first_key"_a,

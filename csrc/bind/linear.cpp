@@ -9,7 +9,9 @@
 #include <vector>
 
 #include "bind/arrays.h"
+#include "core/program.h"
 #include "ops/linear.h"
+#include "ops/quant.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -44,6 +46,25 @@ void make_matrices(BoundMatrices* self, std::vector<ConstBytes<2>> weights, std:
   new (self) BoundMatrices{std::move(matrices), std::move(weights), std::move(biases)};
 }
 
+// Packed weights: the rows of each are said, since the last group may be filled up.
+BoundMatrices make_quantized(std::vector<ConstBytes<2>> weights, std::string_view type,
+                             const std::vector<std::size_t>& num_out, std::vector<std::optional<Vector>> biases) {
+  const Number number = find_quantized(type);
+  AMBIDEX_CHECK(!weights.empty() && weights.size() == biases.size() && weights.size() == num_out.size(),
+                "biases, num_out: expected one for each of ", weights.size(), " weights (at least 1), got ",
+                biases.size(), " and ", num_out.size());
+  const std::size_t group_bytes = kGroupRows * block_of(number).bytes;
+  Matrices matrices{number, weights[0].shape(1) / group_bytes * block_of(number).numbers, {}};
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    check_itemsize("weights", weights[i], 1);
+    check_size("weights", "the bytes of a group", weights[i], 1, kGroupRows * row_bytes(number, matrices.num_in));
+    check_size("weights", "the groups of its rows", weights[i], 0, (num_out[i] + kGroupRows - 1) / kGroupRows);
+    if (biases[i]) check_size("biases", "the rows of its weight", *biases[i], 0, num_out[i]);
+    matrices.parts.push_back({weights[i].data(), biases[i] ? biases[i]->data() : nullptr, num_out[i]});
+  }
+  return {std::move(matrices), std::move(weights), std::move(biases)};
+}
+
 void bind_multiply(LinearPool& self, const BoundMatrices& bound, const Rows& x, const std::vector<NewRows>& ys,
                    const std::optional<Rows>& residual, std::optional<std::string_view> isa) {
   const Matrices& matrices = bound.matrices;
@@ -64,14 +85,17 @@ void bind_multiply(LinearPool& self, const BoundMatrices& bound, const Rows& x, 
   }
   const Isa chosen = choose_isa(isa);
   nb::gil_scoped_release release;
-  self.multiply(chosen, matrices, x.data(), x.shape(0), products.data());
+  perform([&self, chosen, &matrices, x = x.data(), num_tokens = x.shape(0), products = std::move(products)] {
+    self.multiply(chosen, matrices, x, num_tokens, products.data());
+  });
 }
 
 }  // namespace
 
 void bind_linear(nb::module_& m) {
   nb::class_<BoundMatrices>(m, "Matrices")
-      .def("__init__", &make_matrices, "weights"_a.noconvert(), "number"_a, "biases"_a.noconvert());
+      .def("__init__", &make_matrices, "weights"_a.noconvert(), "number"_a, "biases"_a.noconvert())
+      .def_static("quantized", &make_quantized, "weights"_a.noconvert(), "type"_a, "num_out"_a, "biases"_a.noconvert());
   nb::class_<LinearPool>(m, "LinearPool")
       .def(nb::init<ThreadPool&>(), "threads"_a, nb::keep_alive<1, 2>())
       .def("multiply", &bind_multiply, "matrices"_a, "x"_a.noconvert(), "ys"_a.noconvert(),

@@ -13,9 +13,13 @@
 #include "bind/arrays.h"
 #include "bind/attention.h"
 #include "bind/linear.h"
+#include "bind/map.h"
+#include "bind/program.h"
+#include "bind/quant.h"
 #include "bind/rows.h"
 #include "bind/threads.h"
 #include "core/check.h"
+#include "core/program.h"
 #include "ops/merge.h"
 #include "simd/isa.h"
 
@@ -70,7 +74,7 @@ void bind_merge_states(const ConstMatrix& out_a, const ConstRow& lse_a, const Co
   const ConstState b{out_b.data(), lse_b.data()};
   const State merged{out.data(), lse.data()};
   nb::gil_scoped_release release;
-  merge_states(chosen, a, b, merged, rows, dim);
+  perform([chosen, a, b, merged, rows, dim] { merge_states(chosen, a, b, merged, rows, dim); });
 }
 
 std::vector<std::string> bind_available_isas() {
@@ -96,5 +100,8 @@ NB_MODULE(_native, m) {
   ambidex::bind_threads(m);
   ambidex::bind_attention(m);
   ambidex::bind_linear(m);
+  ambidex::bind_map(m);
+  ambidex::bind_program(m);
+  ambidex::bind_quant(m);
   ambidex::bind_rows(m);
 }

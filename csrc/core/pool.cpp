@@ -34,7 +34,9 @@ std::vector<int> usable_cpus() {
   return cpus;
 }
 
-bool pin(std::thread& thread, int cpu) {
+}  // namespace
+
+bool pin_to_cpu([[maybe_unused]] std::thread& thread, [[maybe_unused]] int cpu) {
 #if defined(__linux__)
   cpu_set_t mask;
   CPU_ZERO(&mask);
@@ -45,13 +47,14 @@ bool pin(std::thread& thread, int cpu) {
 #endif
 }
 
-}  // namespace
-
-ThreadPool::ThreadPool(std::size_t num_threads, std::size_t spin_us) : spin_us_(spin_us) {
+ThreadPool::ThreadPool(std::size_t num_threads, std::size_t spin_us, PinThread pin) : spin_us_(spin_us) {
   AMBIDEX_CHECK(num_threads >= 1 && num_threads <= kEnteredMask, "num_threads: expected 1 to ", kEnteredMask, ", got ",
                 num_threads);
   cpus_ = usable_cpus();
-  if (cpus_.size() < num_threads) cpus_.clear();
+  if (cpus_.size() < num_threads) {
+    cpus_.clear();
+    num_pin_failures_ = num_threads - 1;
+  }
   workers_.reserve(num_threads - 1);
   try {
     for (std::size_t i = 1; i < num_threads; ++i) {
@@ -62,6 +65,7 @@ ThreadPool::ThreadPool(std::size_t num_threads, std::size_t spin_us) : spin_us_(
     stop();
     throw;
   }
+  if (num_pin_failures_ != 0) cpus_.clear();  // a worker may be anywhere: the caller leaves no processor to it
 }
 
 ThreadPool::~ThreadPool() { stop(); }

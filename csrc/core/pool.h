@@ -11,13 +11,18 @@
 
 namespace ambidex {
 
+// Lets a thread run on one processor only; false: the operating system refused.
+using PinThread = bool (*)(std::thread& thread, int cpu);
+bool pin_to_cpu(std::thread& thread, int cpu);
+
 class ThreadPool {
  public:
   // Starts num_threads - 1 threads; the caller of `run` is the first of the num_threads. Each is pinned to a processor
-  // of its own out of those this process may use, unless there are fewer of them than threads. A thread spins for
-  // spin_us microseconds after its last piece of work, then sleeps: waking a sleeper costs 10-50 us.
+  // of its own out of those this process may use; if there are fewer of them than threads, or `pin` (a test's may)
+  // refuses one, num_pin_failures() says so. A thread spins for spin_us microseconds after its last piece of work, then
+  // sleeps: waking a sleeper costs 10-50 us.
   // Throws std::invalid_argument for 0 threads and for more than 32767, std::system_error if one cannot be started.
-  ThreadPool(std::size_t num_threads, std::size_t spin_us);
+  ThreadPool(std::size_t num_threads, std::size_t spin_us, PinThread pin = pin_to_cpu);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
@@ -65,7 +70,7 @@ class ThreadPool {
   std::mutex mutex_;  // of woken_
   std::condition_variable woken_;
   const std::size_t spin_us_;
-  std::vector<int> cpus_;  // by thread; empty: not pinned
+  std::vector<int> cpus_;  // by thread; empty: not all are pinned
   std::size_t num_pin_failures_ = 0;
   std::vector<std::thread> workers_;
 };

@@ -375,6 +375,8 @@ inline void with_form(Number number, [[maybe_unused]] std::size_t rows, const Us
       if (rows >= 2) return use(Int8Tiles{});
 #endif
       return use(Int8Dot{});
+    default:  // quantised types are of weights alone: no call names them
+      return;
   }
 }
 

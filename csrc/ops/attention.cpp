@@ -48,7 +48,16 @@ void exp2_each(Isa isa, const float* x, float* y, std::size_t num) { AMBIDEX_CAL
 KeyBatch::KeyBatch(const std::int64_t* block_ids, std::size_t num_block_ids, const std::int64_t* block_offsets,
                    const std::int64_t* first_key, const std::int64_t* num_keys, const std::int64_t* row_offsets,
                    std::size_t num_requests, std::size_t block_size)
-    : block_ids_(block_ids, block_ids + num_block_ids), block_size_(block_size) {
+    : block_size_(block_size) {
+  assign(block_ids, num_block_ids, block_offsets, first_key, num_keys, row_offsets, num_requests);
+}
+
+void KeyBatch::assign(const std::int64_t* block_ids, std::size_t num_block_ids, const std::int64_t* block_offsets,
+                      const std::int64_t* first_key, const std::int64_t* num_keys, const std::int64_t* row_offsets,
+                      std::size_t num_requests) {
+  requests_.clear();
+  num_rows_ = num_pool_blocks_ = most_rows_ = 0;
+  block_ids_.assign(block_ids, block_ids + num_block_ids);
   for (std::int64_t id : block_ids_) {
     AMBIDEX_CHECK(id >= 0, "block_ids: expected ids from 0 on, got ", id);
     num_pool_blocks_ = std::max(num_pool_blocks_, static_cast<std::size_t>(id) + 1);
@@ -64,9 +73,9 @@ KeyBatch::KeyBatch(const std::int64_t* block_ids, std::size_t num_block_ids, con
                   num_block_ids);
     AMBIDEX_CHECK(rows >= 0, "row_offsets: request ", r, " has rows ", row_offsets[r], " to ", row_offsets[r + 1]);
     AMBIDEX_CHECK(first_key[r] >= 0 && num_keys[r] >= 0 &&
-                      first_key[r] + num_keys[r] <= num_blocks * static_cast<std::int64_t>(block_size),
+                      first_key[r] + num_keys[r] <= num_blocks * static_cast<std::int64_t>(block_size_),
                   "keys of request ", r, ": ", num_keys[r], " from ", first_key[r], " on do not lie in its ", num_blocks,
-                  " blocks of ", block_size);
+                  " blocks of ", block_size_);
     requests_.push_back({static_cast<std::size_t>(row_offsets[r]), static_cast<std::size_t>(rows),
                          static_cast<std::size_t>(first_key[r]), static_cast<std::size_t>(num_keys[r]),
                          static_cast<std::size_t>(block_offsets[r])});

@@ -30,6 +30,11 @@ class KeyBatch {
            const std::int64_t* first_key, const std::int64_t* num_keys, const std::int64_t* row_offsets,
            std::size_t num_requests, std::size_t block_size);
 
+  // Other keys of blocks of the same size. After a throw it has none and fits no queries.
+  void assign(const std::int64_t* block_ids, std::size_t num_block_ids, const std::int64_t* block_offsets,
+              const std::int64_t* first_key, const std::int64_t* num_keys, const std::int64_t* row_offsets,
+              std::size_t num_requests);
+
   const std::vector<Request>& requests() const { return requests_; }
   const std::int64_t* block_ids() const { return block_ids_.data(); }
   std::size_t num_rows() const { return num_rows_; }

@@ -3,9 +3,12 @@
 #include <algorithm>
 
 #include "core/check.h"
+#include "ops/rows.h"
 
 namespace ambidex {
 namespace {
+
+constexpr std::size_t kLargestDim = 1024;
 
 // Where the elements of one token lie in a record: element `dim` at at(dim).
 struct RowPlaces {
@@ -76,8 +79,8 @@ KVTiles make_tiles(std::size_t element_size, std::size_t block_size, std::size_t
   AMBIDEX_CHECK(element_size == 4 || element_size == 2 || element_size == 1, "element size: expected 4, 2 or 1 bytes, got ",
                 element_size);
   AMBIDEX_CHECK(block_size >= 16 && block_size % 16 == 0, "block size: expected a multiple of 16 tokens, got ", block_size);
-  AMBIDEX_CHECK(padded_dim >= 32 && padded_dim % 32 == 0 && padded_dim <= 1024,
-                "padded head_dim: expected a multiple of 32 up to 1024, got ", padded_dim);
+  AMBIDEX_CHECK(padded_dim >= 32 && padded_dim % 32 == 0 && padded_dim <= kLargestDim,
+                "padded head_dim: expected a multiple of 32 up to ", kLargestDim, ", got ", padded_dim);
   const std::size_t pack = 4 / element_size;
   std::size_t depth = 16 * pack;
   while (block_size % depth != 0) depth /= 2;
@@ -104,6 +107,32 @@ void store_rows(ThreadPool& pool, const TiledPart& to, char* records, const std:
       for (std::size_t t = 0; t < num_rows; ++t) store_token(t);
     } else {
       parallel_for(pool, num_rows, store_token);
+    }
+  });
+}
+
+void store_values(Isa isa, Number number, const TiledPart& to, char* records, float* scales, const std::int64_t* slots,
+                  std::size_t num_rows, const float* rows) {
+  const std::size_t num_slots = to.num_blocks * to.tiles.block_size;
+  alignas(64) char narrowed[kLargestDim * sizeof(float)];
+  with_element(to.tiles.element_size, [&](auto zero) {
+    using Element = decltype(zero);
+    for (std::size_t t = 0; t < num_rows; ++t) {
+      if (slots[t] < 0) continue;
+      const auto slot = static_cast<std::size_t>(slots[t]);
+      AMBIDEX_CHECK(slot < num_slots, "slots: expected up to ", num_slots, " (not included), got ", slot);
+      for (std::size_t head = 0; head < to.num_heads; ++head) {
+        const float* row = rows + (t * to.num_heads + head) * to.head_dim;
+        if (number == Number::kInt8) {
+          scales[head * num_slots + slot] =
+              quantize_row(isa, row, to.head_dim, reinterpret_cast<std::int8_t*>(narrowed));
+        } else {
+          narrow(isa, row, to.head_dim, number, narrowed);
+        }
+        char* record = records + (head * to.num_blocks + slot / to.tiles.block_size) * to.tiles.record_bytes;
+        store_row(to, reinterpret_cast<Element*>(record), slot % to.tiles.block_size,
+                  reinterpret_cast<const Element*>(narrowed));
+      }
     }
   });
 }

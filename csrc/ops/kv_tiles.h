@@ -12,7 +12,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/number.h"
 #include "core/pool.h"
+#include "simd/isa.h"
 
 namespace ambidex {
 
@@ -44,6 +46,12 @@ struct TiledPart {
 // rows [T, Hkv, D] go to slots [T] (block_id * P + offset), no two alike.
 void store_rows(ThreadPool& pool, const TiledPart& to, char* records, const std::int64_t* slots, std::size_t num_rows,
                 const char* rows);
+
+// The same from fp32 rows, which are rounded to the pool's numbers (int8: each row gets its scale in scales [Hkv, N, P],
+// null otherwise). Tokens with a negative slot are stored nowhere. Throws std::invalid_argument for a slot outside. In
+// the calling thread: for the few rows of a decode step.
+void store_values(Isa isa, Number number, const TiledPart& to, char* records, float* scales, const std::int64_t* slots,
+                  std::size_t num_rows, const float* rows);
 
 // rows [Hkv, n * P, D] fill the blocks block_ids [n].
 void pack_blocks(ThreadPool& pool, const TiledPart& to, char* records, const std::int64_t* block_ids,

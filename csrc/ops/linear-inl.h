@@ -7,6 +7,7 @@
 #pragma once
 
 #include "ops/linear.h"
+#include "ops/quant-inl.h"
 #include "simd/dot.h"
 
 namespace ambidex::AMBIDEX_ISA {
@@ -18,10 +19,15 @@ constexpr std::size_t kStep = 2 * Wide::kLanes;  // numbers that are widened at 
 // AVX2 EPYC read 8.5 GB/s without and 12 with it, for any distance of 2 to 16 KiB (4096 columns: 16 and 18).
 constexpr std::size_t kAhead = 4096;
 
-std::size_t packed_width(std::size_t num_in) { return (num_in + kStep - 1) / kStep * kStep; }
+inline std::size_t widened_width(std::size_t num_in) { return (num_in + kStep - 1) / kStep * kStep; }
+
+std::size_t packed_width(Number number, std::size_t num_in) {
+  return is_quantized(number) ? quant_token_width(num_in) : widened_width(num_in);
+}
 
 void pack_tokens(Number number, const float* x, std::size_t num_tokens, std::size_t num_in, float* packed) {
-  const std::size_t width = packed_width(num_in);
+  if (is_quantized(number)) return pack_quant_tokens(x, num_tokens, num_in, packed);
+  const std::size_t width = widened_width(num_in);
   for (std::size_t t = 0; t < num_tokens; ++t, x += num_in, packed += width) {
     if (number != Number::kBf16) {
       memcpy(packed, x, num_in * sizeof(float));
@@ -54,7 +60,7 @@ inline void add_step(const W* const (&rows)[kRows], const float* x, std::size_t 
 // kRows rows of W times kTokens tokens.
 template <class W, std::size_t kRows, std::size_t kTokens>
 inline void multiply_block(const LinearRange& range, std::size_t first_row, std::size_t first_token) {
-  const std::size_t num_in = range.num_in, width = packed_width(num_in);
+  const std::size_t num_in = range.num_in, width = widened_width(num_in);
   const W* const weight = static_cast<const W*>(range.weight) + first_row * num_in;
   const float* const x = range.x + first_token * width;
   Wide sums[kRows][kTokens];
@@ -121,8 +127,10 @@ void multiply_range(const LinearRange& range) {
       return multiply_range_of<Bf16>(range);
     case Number::kFp16:
       return multiply_range_of<Fp16>(range);
-    default:
+    case Number::kFp32:
       return multiply_range_of<float>(range);
+    default:
+      return multiply_quant_range(range);
   }
 }
 

@@ -4,6 +4,7 @@
 #include <mutex>
 
 #include "core/check.h"
+#include "ops/quant.h"
 #include "simd/call.h"
 
 namespace ambidex {
@@ -11,10 +12,12 @@ namespace {
 
 // Threads take chunks of rows as they come, so that one which is held up does not keep the others waiting: sixteen for
 // each. A chunk of 128 KiB, about 10 us of one thread's reads, hides what taking it costs (0.1 us) and stays in the
-// second cache while blocks of tokens go over it. 16 rows of fp32 results are a line: threads do not share lines of y.
+// second cache while blocks of tokens go over it. 16 rows of fp32 results are a line: threads do not share lines of y;
+// and they are a group of a packed matrix.
 constexpr std::size_t kChunksPerThread = 16;
 constexpr std::size_t kMostChunkBytes = 128 * 1024;
 constexpr std::size_t kRowsPerLine = 16;
+static_assert(kRowsPerLine % kGroupRows == 0, "a chunk begins with a group");
 
 // Below this the caller alone is done before another thread has begun: a round of the pool costs about 1 us, in which
 // one thread reads about 10 KiB.
@@ -27,7 +30,7 @@ std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 // Defined in linear-inl.h.
 #define AMBIDEX_DECLARE_LINEAR(isa)                                                                            \
   namespace isa {                                                                                              \
-  std::size_t packed_width(std::size_t num_in);                                                                \
+  std::size_t packed_width(Number number, std::size_t num_in);                                                 \
   void pack_tokens(Number number, const float* x, std::size_t num_tokens, std::size_t num_in, float* packed);  \
   void multiply_range(const LinearRange& range);                                                               \
   }
@@ -38,7 +41,7 @@ AMBIDEX_DECLARE_LINEAR(avx512bf16)
 AMBIDEX_DECLARE_LINEAR(amx)
 #undef AMBIDEX_DECLARE_LINEAR
 
-std::size_t packed_width(Isa isa, std::size_t num_in) { AMBIDEX_CALL(isa, packed_width, num_in); }
+std::size_t packed_width(Isa isa, Number number, std::size_t num_in) { AMBIDEX_CALL(isa, packed_width, number, num_in); }
 void pack_tokens(Isa isa, Number number, const float* x, std::size_t num_tokens, std::size_t num_in, float* packed) {
   AMBIDEX_CALL(isa, pack_tokens, number, x, num_tokens, num_in, packed);
 }
@@ -46,19 +49,21 @@ void multiply_range(Isa isa, const LinearRange& range) { AMBIDEX_CALL(isa, multi
 
 void LinearPool::multiply(Isa isa, const Matrices& matrices, const float* x, std::size_t num_tokens,
                           const Product* products) {
-  AMBIDEX_CHECK(matrices.number != Number::kInt8, "weights: expected fp32, bf16 or fp16, got int8");
+  AMBIDEX_CHECK(matrices.number != Number::kInt8, "weights: expected fp32, bf16, fp16 or a quantised type, got int8");
+  AMBIDEX_CHECK(matrices.num_in % block_of(matrices.number).numbers == 0, "weights: ", matrices.num_in,
+                " columns are no whole blocks of ", block_of(matrices.number).numbers);
   std::lock_guard<std::mutex> lock(threads_.mutex());
-  const std::size_t packed_size = num_tokens * packed_width(isa, matrices.num_in);
+  const std::size_t packed_size = num_tokens * packed_width(isa, matrices.number, matrices.num_in);
   if (packed_capacity_ < packed_size) {
     packed_ = std::make_unique<float[]>(packed_size);
     packed_capacity_ = packed_size;
   }
   pack_tokens(isa, matrices.number, x, num_tokens, matrices.num_in, packed_.get());
-  const std::size_t row_bytes = std::max<std::size_t>(matrices.num_in * size_of(matrices.number), 1);
+  const std::size_t bytes_per_row = std::max<std::size_t>(row_bytes(matrices.number, matrices.num_in), 1);
   std::size_t num_rows = 0;
   for (const Matrix& part : matrices.parts) num_rows += part.num_out;
-  const std::size_t even_share = num_rows * row_bytes / (threads_.num_threads() * kChunksPerThread);
-  rows_per_chunk_ = ceil_div(std::min(kMostChunkBytes, even_share) / row_bytes + 1, kRowsPerLine) * kRowsPerLine;
+  const std::size_t even_share = num_rows * bytes_per_row / (threads_.num_threads() * kChunksPerThread);
+  rows_per_chunk_ = ceil_div(std::min(kMostChunkBytes, even_share) / bytes_per_row + 1, kRowsPerLine) * kRowsPerLine;
   num_chunks_ = 0;
   for (const Matrix& part : matrices.parts) num_chunks_ += ceil_div(part.num_out, rows_per_chunk_);
   isa_ = isa;
@@ -66,7 +71,7 @@ void LinearPool::multiply(Isa isa, const Matrices& matrices, const float* x, std
   products_ = products;
   num_tokens_ = num_tokens;
   next_chunk_.store(0, std::memory_order_relaxed);
-  if (num_rows * row_bytes * num_tokens <= kLeastBytesForThreads) {
+  if (num_rows * bytes_per_row * num_tokens <= kLeastBytesForThreads) {
     work();
   } else {
     threads_.run_shared([](void* self, std::size_t) { static_cast<LinearPool*>(self)->work(); }, this);
@@ -74,7 +79,7 @@ void LinearPool::multiply(Isa isa, const Matrices& matrices, const float* x, std
 }
 
 void LinearPool::work() {
-  const std::size_t number_size = size_of(matrices_->number);
+  const std::size_t bytes_per_row = row_bytes(matrices_->number, matrices_->num_in);
   std::size_t part = 0, chunks_before = 0;
   for (std::size_t chunk; (chunk = next_chunk_.fetch_add(1, std::memory_order_relaxed)) < num_chunks_;) {
     std::size_t num_chunks;
@@ -87,7 +92,7 @@ void LinearPool::work() {
     const std::size_t first_row = (chunk - chunks_before) * rows_per_chunk_;
     const std::size_t num_rows = std::min(rows_per_chunk_, matrix.num_out - first_row);
     multiply_range(isa_, {matrices_->number,
-                          static_cast<const char*>(matrix.weight) + first_row * matrices_->num_in * number_size,
+                          static_cast<const char*>(matrix.weight) + first_row * bytes_per_row,
                           matrix.bias == nullptr ? nullptr : matrix.bias + first_row, num_rows, matrices_->num_in,
                           packed_.get(), num_tokens_, product.y + first_row,
                           product.residual == nullptr ? nullptr : product.residual + first_row, matrix.num_out});

@@ -12,14 +12,14 @@
 
 namespace ambidex {
 
-// Weights of one matrix, [num_out, num_in] without gaps, and its bias [num_out] or null. Not owned.
+// Weights of one matrix, [num_out, num_in] without gaps or packed (ops/quant.h), and its bias [num_out] or null. Not owned.
 struct Matrix {
   const void* weight;
   const float* bias;
   std::size_t num_out;
 };
 
-// Matrices of one width and number format; fp32, bf16 or fp16.
+// Matrices of one width and number format; all formats but int8.
 struct Matrices {
   Number number;
   std::size_t num_in;
@@ -35,7 +35,7 @@ struct Product {
 // `num_rows` rows of a matrix from first_row on, times all tokens.
 struct LinearRange {
   Number number;
-  const void* weight;   // of first_row
+  const void* weight;   // of first_row, which begins a group if the matrix is packed
   const float* bias;    // of first_row, or null
   std::size_t num_rows, num_in;
   const float* x;       // packed: [T, packed_width], see pack_tokens
@@ -72,9 +72,10 @@ class LinearPool {
 };
 
 // Floats of a token after pack_tokens.
-std::size_t packed_width(Isa isa, std::size_t num_in);
+std::size_t packed_width(Isa isa, Number number, std::size_t num_in);
 
-// Copies x [num_tokens, num_in] into the order in which weights of that number are widened, padded with zeros.
+// Copies x [num_tokens, num_in] into the order in which weights of that number are widened, padded with zeros; for
+// quantised weights turns it into integers (ops/quant-inl.h).
 void pack_tokens(Isa isa, Number number, const float* x, std::size_t num_tokens, std::size_t num_in, float* packed);
 
 // One range in the calling thread.

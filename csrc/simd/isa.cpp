@@ -1,6 +1,8 @@
 #include "simd/isa.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <iterator>
 #include <string>
 
 #if defined(__x86_64__)
@@ -118,7 +120,15 @@ const std::vector<Isa>& available_isas() {
 }
 
 Isa best_isa() {
-  static const Isa best = available_isas().back();
+  static const Isa best = [] {
+    const std::vector<Isa>& isas = available_isas();
+    const char* name = std::getenv("AMBIDEX_MAX_ISA");
+    if (name == nullptr || *name == '\0') return isas.back();
+    const auto limit = std::find_if(std::begin(kAll), std::end(kAll), [&](Isa isa) { return name_of(isa) == name; });
+    AMBIDEX_CHECK(limit != std::end(kAll), "AMBIDEX_MAX_ISA: expected generic, avx2, avx512, avx512bf16 or amx, got \"",
+                  name, "\"");
+    return *std::find_if(isas.rbegin(), isas.rend(), [&](Isa isa) { return isa <= *limit; });  // generic always is
+  }();
   return best;
 }
 

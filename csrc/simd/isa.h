@@ -16,7 +16,9 @@ Isa find_isa(std::string_view name);
 // Those that the processor has and the operating system saves, slowest first; never empty.
 const std::vector<Isa>& available_isas();
 
-// The fastest of them; a load, once it has been asked for.
+// The fastest of them, or of those up to the one that the environment variable AMBIDEX_MAX_ISA names; a load, once it
+// has been asked for.
+// Throws std::invalid_argument if the variable names none.
 Isa best_isa();
 
 }  // namespace ambidex

@@ -51,6 +51,23 @@ inline Bf16 to_bf16(float x) {
   return {static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
 }
 
+// The same; beyond 65504 infinite.
+inline Fp16 to_fp16(float x) {
+#if defined(__F16C__)
+  return {static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT))};
+#else
+  const uint32_t bits = float_to_bits(x);
+  const uint32_t sign = bits >> 16 & 0x8000u, rest = bits & 0x7fffffffu;
+  if (rest > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7e00u | (rest >> 13 & 0x3ffu))};  // NaN
+  if (rest >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};
+  if (rest < 0x38800000u) {  // subnormal: the addition of 0.5 rounds at 2^-24
+    const float rounded = bits_to_float(rest) + 0.5f;
+    return {static_cast<uint16_t>(sign | (float_to_bits(rounded) - 0x3f000000u))};
+  }
+  return {static_cast<uint16_t>(sign | ((rest - 0x38000000u + 0xfffu + (rest >> 13 & 1u)) >> 13))};
+#endif
+}
+
 inline void prefetch(const char* p) { __builtin_prefetch(p, 0, 3); }
 
 #if defined(__AVX512F__)

@@ -25,8 +25,9 @@ struct Counters {
   std::size_t round = 0;
 };
 
-int check_rounds(std::size_t num_threads, std::size_t spin_us, std::size_t num_rounds, bool rests) {
-  ThreadPool pool(num_threads, spin_us);
+int check_rounds(std::size_t num_threads, std::size_t spin_us, std::size_t num_rounds, bool rests,
+                 PinThread pin = pin_to_cpu) {
+  ThreadPool pool(num_threads, spin_us, pin);
   Counters counters{std::vector<std::size_t>(num_threads), 0};
   int wrong = 0;
   for (std::size_t round = 1; round <= num_rounds; ++round) {
@@ -105,6 +106,67 @@ int check_shared(std::size_t num_threads, std::size_t spin_us, bool rests) {
   return wrong;
 }
 
+// An operating system that refuses every pin, or every second one: counted, and the threads work all the same.
+int check_refused_pins() {
+  const PinThread refuse = [](std::thread&, int) { return false; };
+  const PinThread refuse_odd = [](std::thread& thread, int cpu) { return cpu % 2 == 0 && pin_to_cpu(thread, cpu); };
+  int wrong = 0;
+  for (std::size_t num_threads : {1, 2, 3, 4}) {
+    wrong += ThreadPool(num_threads, 0, refuse).num_pin_failures() != num_threads - 1;
+    wrong += check_rounds(num_threads, 20, 50, true, refuse);
+    wrong += check_rounds(num_threads, 20, 50, true, refuse_odd);
+  }
+  return wrong;
+}
+
+// Callers that take turns with the same threads, in rounds of both kinds.
+int check_turns(std::size_t num_threads, std::size_t spin_us) {
+  ThreadPool pool(num_threads, spin_us);
+  int wrong[3] = {};
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < 3; ++caller) {
+    callers.emplace_back([&, caller] {
+      for (int i = 0; i < 60; ++i) {
+        std::lock_guard<std::mutex> lock(pool.mutex());
+        if ((i + caller) % 2 == 0) {
+          Counters counters{std::vector<std::size_t>(num_threads), 1};
+          pool.run([](void* c, std::size_t thread) { ++static_cast<Counters*>(c)->by_thread[thread]; }, &counters);
+          for (std::size_t sum : counters.by_thread) wrong[caller] += sum != 1;
+        } else {
+          std::atomic<int> num_left{40};
+          std::atomic<int> num_done{0};
+          std::atomic<int>* both[] = {&num_left, &num_done};
+          pool.run_shared(
+              [](void* context, std::size_t) {
+                auto** counts = static_cast<std::atomic<int>**>(context);
+                while (counts[0]->fetch_sub(1) > 0) counts[1]->fetch_add(1);
+              },
+              both);
+          wrong[caller] += num_done.load() != 40;
+        }
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  return wrong[0] + wrong[1] + wrong[2];
+}
+
+// Pools that end while their threads sleep, while they still spin, and just behind a round that not all have begun.
+int check_ends(std::size_t num_threads) {
+  int wrong = 0;
+  for (int i = 0; i < 10; ++i) {
+    { ThreadPool asleep(num_threads, 0); std::this_thread::sleep_for(std::chrono::milliseconds(i % 3)); }
+    { ThreadPool spinning(num_threads, 100000); }
+    std::atomic<std::size_t> num_calls{0};
+    {
+      ThreadPool busy(num_threads, 0);
+      busy.run_shared([](void* c, std::size_t) { static_cast<std::atomic<std::size_t>*>(c)->fetch_add(1); }, &num_calls);
+    }
+    wrong += num_calls.load() < 1 || num_calls.load() > num_threads;
+  }
+  return wrong;
+}
+
 int check_callers(std::size_t num_threads) {
   ThreadPool threads(num_threads, 20);
   AttentionPool pool(threads);
@@ -133,8 +195,10 @@ int main() {
     wrong += check_shared(num_threads, 20, false);
     wrong += check_shared(num_threads, 0, true);
     wrong += check_callers(num_threads);
-    for (int i = 0; i < 10; ++i) ThreadPool unused(num_threads, 10);
+    wrong += check_turns(num_threads, 20) + check_turns(num_threads, 0);
+    wrong += check_ends(num_threads);
   }
+  wrong += check_refused_pins();
   std::printf("pool: %d wrong\n", wrong);
   return wrong == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
 }

@@ -6,7 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 def isa() -> str:
-    """The fastest instruction set of `available_isas()`; ops use it unless told otherwise."""
+    """The fastest of `available_isas()`, or of those up to `AMBIDEX_MAX_ISA`; ops use it unless told otherwise.
+
+    Raises:
+        ValueError: that variable names none.
+    """
 
 def available_isas() -> list[str]:
     """The instruction sets that this machine runs, slowest first: of `generic`, `avx2`, `avx512`."""
@@ -66,6 +70,69 @@ def rotate(
 ) -> None:
     """Turn the first numbers of each head of x [T, H, D] by cos and sin [T, dim/2], into y."""
 
+def layer_norm(
+    x: npt.NDArray[np.float32],
+    weight: npt.NDArray[np.float32],
+    bias: npt.NDArray[np.float32] | None,
+    eps: float,
+    y: npt.NDArray[np.float32],
+    *,
+    isa: str | None = None,
+) -> None:
+    """(x − mean) / sqrt(variance + eps) · weight + bias over the last axis, into y of the same shape."""
+
+def likeliest(x: npt.NDArray[np.float32], places: npt.NDArray[np.int64], *, isa: str | None = None) -> None:
+    """The first place of the largest number of each row of x [R, N], into places [R]; −1 if one is not finite."""
+
+def unary(
+    op: str, x: npt.NDArray[np.generic], element: str, y: npt.NDArray[np.float32], *, isa: str | None = None
+) -> None:
+    """`copy`, `cos`, `sin`, `relu`, `gelu` (erf) or `silu` of each number of x (`element`: fp32, bf16, fp16, int64; any
+    strides, axes of 1 repeated), into y, contiguous; at most 4 axes."""
+
+def binary(
+    op: str,
+    a: npt.NDArray[np.float32],
+    b: npt.NDArray[np.float32],
+    y: npt.NDArray[np.float32],
+    *,
+    isa: str | None = None,
+) -> None:
+    """`add` or `multiply`, a and b with any strides, axes of 1 repeated, into y, contiguous; at most 4 axes."""
+
+def scalar(
+    op: str, x: npt.NDArray[np.float32], number: float, y: npt.NDArray[np.float32], *, isa: str | None = None
+) -> None:
+    """The same with one number."""
+
+def copy(x: npt.NDArray[np.generic], y: npt.NDArray[np.generic]) -> None:
+    """Numbers of 1, 2, 4 or 8 bytes as they are; both with any strides, at most 4 axes."""
+
+def add_int64(x: npt.NDArray[np.int64], term: int, y: npt.NDArray[np.int64]) -> None:
+    """x + term, both contiguous."""
+
+def gather(table: npt.NDArray[np.generic], ids: npt.NDArray[np.int64], y: npt.NDArray[np.generic]) -> None:
+    """Rows `ids` [n] of a table [N, K] into y [n, K], numbers of any size.
+
+    Raises:
+        ValueError: an id is not in the table.
+    """
+
+class Program:
+    """Recorded ops: see `ambidex.kernels.cpu.recorded`.
+
+    Raises:
+        ValueError: from `begin`, if the thread records already or the program has been recorded; from `end`, if the
+            thread does not record it; from `run`, what an op raises.
+    """
+
+    def __init__(self) -> None: ...
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+    def run(self) -> None: ...
+    @property
+    def num_ops(self) -> int: ...
+
 class KeyBatch:
     """Which keys each request of a step sees: see `ambidex.kernels.cpu.native.KeyBatch`.
 
@@ -83,6 +150,14 @@ class KeyBatch:
         row_offsets: npt.NDArray[np.int64],
         *,
         block_size: int,
+    ) -> None: ...
+    def assign(
+        self,
+        block_ids: npt.NDArray[np.int64],
+        block_offsets: npt.NDArray[np.int64],
+        first_key: npt.NDArray[np.int64],
+        num_keys: npt.NDArray[np.int64],
+        row_offsets: npt.NDArray[np.int64],
     ) -> None: ...
     @property
     def num_rows(self) -> int: ...
@@ -119,6 +194,40 @@ class Matrices:
         number: str,
         biases: Sequence[npt.NDArray[np.generic] | None],
     ) -> None: ...
+    @staticmethod
+    def quantized(
+        weights: Sequence[npt.NDArray[np.uint8]],
+        type: str,
+        num_out: Sequence[int],
+        biases: Sequence[npt.NDArray[np.generic] | None],
+    ) -> Matrices:
+        """The same for packed weights (csrc/ops/quant.h), [groups, bytes of a group] each, of `num_out` rows."""
+
+def pack_rows(packed: npt.NDArray[np.uint8], type: str, rows: npt.NDArray[np.uint8], first_row: int) -> None:
+    """Lay rows of a GGUF file out as rows `first_row` … of a packed matrix.
+
+    Args:
+        packed: [groups, bytes of a group], zeros where the rows go; rows: [n, bytes of a row].
+        type: of GGUF: Q8_0, Q4_0, Q4_1, Q4_K, Q5_K or Q6_K.
+    Raises:
+        TypeError: an array is not contiguous or has another number of axes.
+        ValueError: sizes do not fit each other.
+    """
+
+def unpack_rows(
+    packed: npt.NDArray[np.uint8],
+    type: str,
+    num_rows: int,
+    indices: npt.NDArray[np.int64],
+    to: npt.NDArray[np.float32],
+    *,
+    isa: str | None = None,
+) -> None:
+    """Rows of a packed matrix of `num_rows` rows in fp32: `to` [n, K] gets rows `indices` [n].
+
+    Raises:
+        TypeError, ValueError: as those of `pack_rows`, and where an index is no row.
+    """
 
 class LinearPool:
     """Matrix products and their scratch memory: see `ambidex.kernels.cpu.linear`.
@@ -169,6 +278,17 @@ class AttentionPool:
     ) -> None: ...
     def store_rows(
         self, part: str, pool: npt.NDArray[np.generic], slots: npt.NDArray[np.int64], rows: npt.NDArray[np.generic]
+    ) -> None: ...
+    def store_values(
+        self,
+        part: str,
+        pool: npt.NDArray[np.generic],
+        number: str,
+        scales: npt.NDArray[np.float32] | None,
+        slots: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.float32],
+        *,
+        isa: str | None = None,
     ) -> None: ...
     def pack_blocks(
         self, part: str, pool: npt.NDArray[np.generic], block_ids: npt.NDArray[np.int64], rows: npt.NDArray[np.generic]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ambidex import LLM, EngineConfig, FinishReason, SamplingParams
 from ambidex.attention.tiered import TieredAttention
+from ambidex.core.config import Graphs
 from ambidex.core.errors import CopyError
 from ambidex.engine.build import build_engine
 from ambidex.engine.engine import Engine
@@ -98,7 +99,7 @@ def test_step_cut_short_fails_its_requests_and_the_engine_goes_on(folder: Path) 
             raise KeyboardInterrupt
         return call_model(model, batch, attention)
 
-    engine = build_engine(EngineConfig(model=str(folder)), forward=forward)
+    engine = build_engine(EngineConfig(model=str(folder), graphs=Graphs.OFF), forward=forward)
     request_id = engine.add("hello", GREEDY)
     engine.step()
     engine.step()

@@ -1,5 +1,6 @@
 """Attention over tiled pools: each instruction set that this machine runs, against dense attention in float64."""
 
+import os
 import random
 import threading
 from collections.abc import Sequence
@@ -364,6 +365,9 @@ def test_thread_pool_of_no_threads_is_refused() -> None:
         native.ThreadPool(0)
 
 
-def test_thread_pool_says_how_many_threads_it_has() -> None:
-    threads = native.ThreadPool(3)
-    assert (threads.num_threads, threads.num_pin_failures) == (3, 0)
+def test_thread_pool_says_how_many_threads_it_has_and_how_many_have_no_processor_of_their_own() -> None:
+    num_processors = len(os.sched_getaffinity(0))
+    for num_threads in (1, num_processors, num_processors + 2):
+        threads = native.ThreadPool(num_threads)
+        assert threads.num_threads == num_threads
+        assert threads.num_pin_failures == (num_threads - 1 if num_threads > num_processors else 0)

@@ -132,7 +132,7 @@ def test_matrices_lie_at_their_tensors_and_nowhere_else() -> None:
     ("weights", "biases", "message"),
     [
         ([torch.ones(2, 3), torch.ones(2, 4)], [None, None], "weights: expected 3 for the numbers of x"),
-        ([torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bfloat16)], [None, None], "weights: expected one dtype"),
+        ([torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bfloat16)], [None, None], "weights: expected one format"),
         ([torch.ones(2, 3)], [torch.ones(3)], "biases: expected 2 for the rows of its weight"),
         ([torch.ones(2, 3)], [torch.ones(2, dtype=torch.float64)], "matrices"),
         ([torch.ones(2, 3)], [], "biases: expected one or None for each of 1 weights"),

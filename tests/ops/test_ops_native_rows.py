@@ -1,13 +1,16 @@
 """Native ops over rows: each instruction set that this machine runs, against float64."""
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from ambidex import _native
 from ambidex.kernels import api
 from ambidex.kernels.cpu import rows
 from ambidex.kernels.dispatch import override
+from ambidex.kernels.reference import sampling as reference_sampling
 from truth import assert_within_twice_plain
 
 WIDTHS = [1, 7, 8, 15, 16, 17, 31, 32, 33, 64, 100, 576]
@@ -81,3 +84,34 @@ def test_rows_native_refuses_what_does_not_fit(flaw: str) -> None:
     weight = make(9).numpy() if flaw == "width" else make(8).double().numpy()
     with pytest.raises((TypeError, ValueError), match=r"weight: expected 8|rms_norm"):
         _native.rms_norm(x, weight, 1e-5, y)
+
+
+@pytest.mark.parametrize("width", [1, 5, 16, 250, 256, 257, 1000])
+def test_likeliest_is_the_first_largest(isa: str, width: int) -> None:
+    x = torch.randn(6, width, generator=torch.Generator().manual_seed(width))
+    x[1] = 3.0  # all alike
+    x[2, -1] = 100.0
+    x[3] = torch.arange(width, 0, -1) // 2  # the largest twice where there are two
+    x[4] = -1e30
+    x[5, width // 2] = x[5].max() + 1
+    assert torch.equal(rows.likeliest(x, isa=isa), x.argmax(dim=-1))
+    for place in {0, width // 2, width - 1}:
+        for fault in (torch.nan, torch.inf, -torch.inf):
+            broken = x.clone()
+            broken[3, place] = fault
+            wanted = x.argmax(dim=-1)
+            wanted[3] = -1
+            assert torch.equal(rows.likeliest(broken, isa=isa), wanted)
+            assert torch.equal(reference_sampling.likeliest(broken), wanted)
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 576, 1000])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_layer_norm_equals_float64(isa: str, width: int, has_bias: bool) -> None:
+    x = torch.randn(3, width, generator=torch.Generator().manual_seed(width)) * 4 + 7
+    weight, bias = torch.randn(2, width, generator=torch.Generator().manual_seed(1))
+    shift = bias if has_bias else None
+    y = np.empty((3, width), np.float32)
+    _native.layer_norm(x.numpy(), weight.numpy(), None if shift is None else shift.numpy(), 1e-5, y, isa=isa)
+    truth = F.layer_norm(x.double(), (width,), weight.double(), None if shift is None else shift.double(), 1e-5)
+    assert_within_twice_plain(torch.from_numpy(y), F.layer_norm(x, (width,), weight, shift, 1e-5), truth)

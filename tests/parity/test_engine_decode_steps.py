@@ -19,7 +19,8 @@ from ambidex.core.step import ScheduledRequest
 from ambidex.engine.build import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.models.base import AttentionOp, CausalLM
-from ambidex.runner.graphs import DecodeForm, DecodeOutput, DecodeSteps, make_buckets
+from ambidex.runner.decode import DecodeForm, DecodeOutput
+from ambidex.runner.graphs import DecodeSteps, make_buckets
 from ambidex.runner.input_batch import InputBatch
 from ambidex.runner.runner import call_model
 from tiny_engine import make_engine_folder

@@ -41,6 +41,7 @@ class Traffic:
     cache_percent: int
     num_tenants: int
     num_priorities: int
+    memory_shortages: float
 
 
 TRAFFIC = st.builds(
@@ -62,6 +63,7 @@ TRAFFIC = st.builds(
     cache_percent=st.sampled_from([0, 30, 100]),
     num_tenants=st.integers(1, 3),
     num_priorities=st.integers(1, 2),
+    memory_shortages=st.sampled_from([0.0, 0.0, 0.1]),
 )
 
 
@@ -95,6 +97,7 @@ class Run:
             move_failures=traffic.move_failures,
             move_delays=traffic.move_delays,
             request_failures=traffic.request_failures,
+            memory_shortages=traffic.memory_shortages,
         )
 
     def finish(self) -> None:
@@ -179,8 +182,11 @@ def test_scheduler_under_random_traffic_ends_each_request_with_its_tokens(traffi
             assert request.finish_reason is FinishReason.ABORT
             assert request.output_token_ids == output[: len(request.output_token_ids)]
         elif request.finish_reason is FinishReason.ERROR:
-            assert traffic.request_failures > 0
-            assert request.error == "made to fail"
+            if request.error == "made to fail":
+                assert traffic.request_failures > 0
+            else:
+                assert traffic.memory_shortages > 0
+                assert "made to be short" in (request.error or "")
             assert request.output_token_ids == output[: len(request.output_token_ids)]
         else:
             assert (request.output_token_ids, request.finish_reason) == (output, reason)

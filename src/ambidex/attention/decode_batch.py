@@ -2,7 +2,9 @@
 
     block        gpu 7 | dram 2 | dram 5 | gpu 4        the newest block is on the accelerator
     table        7  4                                   keys side by side: those of blocks 7 and 4
-    streamed     2                                      the first of those in DRAM, for the stream lane
+    streamed     2                                      the first of those in DRAM, for the stream lane: they travel as
+                                                        runs of consecutive blocks, and the stream table names their
+                                                        places in the accelerator's buffer
     key batch    5                                      the others, for the CPU lane
 
 What changes little from step to step is kept: the block ids of each request as arrays, which of them a row of the
@@ -11,56 +13,26 @@ opened two sends no table at all.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ambidex.attention.contexts import Context, Contexts, TierBlocks
 from ambidex.attention.decode_inputs import DecodeInputs
-from ambidex.core.ids import RequestId, Tier
+from ambidex.core.ids import Tier
 from ambidex.core.step import BlockRef, ScheduledRequest
 from ambidex.kernels.cpu.native import KeyBatch
-
-_TIERS: Final = (Tier.GPU, Tier.DRAM)
-
-
-class _TierBlocks:
-    """The blocks of one request on one tier, in ascending position: their ids, and their places in the context."""
-
-    def __init__(self) -> None:
-        self.num = 0
-        self.ids: NDArray[np.int64] = np.zeros(0, np.int64)  # at least `num` long
-        self.places: NDArray[np.int64] = np.zeros(0, np.int64)
-
-    def append(self, block_id: int, place: int) -> None:
-        if self.num == len(self.ids):
-            self.ids, self.places = (np.resize(array, 2 * self.num + 16) for array in (self.ids, self.places))
-        self.ids[self.num], self.places[self.num] = block_id, place
-        self.num += 1
-
-    def num_hidden_rows(self, first_visible: int, block_size: int) -> int:
-        """Rows of the blocks, side by side, that lie before the position `first_visible`."""
-        place, offset = divmod(first_visible, block_size)
-        num_blocks = int(self.places[: self.num].searchsorted(place))
-        is_cut = num_blocks < self.num and self.places[num_blocks] == place
-        return num_blocks * block_size + (offset if is_cut else 0)
-
-
-@dataclass(slots=True)
-class _Context:
-    """The blocks of one request as they were last seen."""
-
-    blocks: tuple[BlockRef, ...] = ()
-    tiers: dict[Tier, _TierBlocks] = field(default_factory=lambda: {tier: _TierBlocks() for tier in _TIERS})
+from ambidex.storage.step_stream import BlockRun
 
 
 @dataclass(frozen=True, slots=True)
 class _SentRow:
     """What a row of the device's table holds: the accelerator's blocks of a context."""
 
-    context: _Context
+    context: Context
     blocks: tuple[BlockRef, ...]
 
 
@@ -72,26 +44,38 @@ class DecodeBatch:
         block_size: tokens of a block.
         has_cpu_lane: steps may have keys in DRAM.
         stream_share: of each request's blocks in DRAM that the stream lane takes, 0 to 1; 0 where layers have windows.
+        max_streamed: blocks that it takes in a step, all requests together.
     """
 
-    def __init__(self, inputs: DecodeInputs, *, block_size: int, has_cpu_lane: bool, stream_share: float = 0.0) -> None:
+    def __init__(
+        self,
+        inputs: DecodeInputs,
+        *,
+        block_size: int,
+        has_cpu_lane: bool,
+        stream_share: float = 0.0,
+        max_streamed: int = 0,
+    ) -> None:
         self._inputs = inputs
         self._block_size = block_size
         self._has_cpu_lane = has_cpu_lane
         self.stream_share = stream_share if inputs.windows == (None,) else 0.0
         """May be changed between steps."""
-        self._contexts: dict[RequestId, _Context] = {}
+        self._max_streamed = max_streamed
+        self._contexts = Contexts(max_requests=inputs.max_rows)
         self._sent: list[_SentRow | None] = [None] * inputs.max_rows
         self._row_starts = np.arange(inputs.max_rows, dtype=np.int64) * inputs.max_blocks
         self._widest = None if None in inputs.windows else max(w for w in inputs.windows if w is not None)
         self._batched: tuple[object, ...] = ()
-        self._batched_contexts: tuple[tuple[_Context, tuple[BlockRef, ...]], ...] = ()
+        self._batched_contexts: tuple[tuple[Context, tuple[BlockRef, ...]], ...] = ()
         self.num_keys: Mapping[int | None, dict[Tier, int]] = {}
         """Keys that the step's attention reads under each window, all requests together."""
         self.key_batches: Mapping[int | None, KeyBatch] | None = None
         """The CPU lane's keys under each window; None: no key of this step lies in DRAM."""
         self.num_streamed = 0
         """Keys that the stream lane reads in each layer, all requests together."""
+        self.stream_runs: tuple[BlockRun, ...] = ()
+        """The blocks that it reads."""
 
     def try_prepare(self, requests: Sequence[ScheduledRequest], num_rows: int) -> bool:
         """Fill and send the inputs of a step of `num_rows` rows, if the step has the form that they can describe.
@@ -116,7 +100,7 @@ class DecodeBatch:
         last_places = positions // self._block_size
         if (num_blocks != last_places + 1).any() or num_blocks.max() > self._inputs.max_blocks:
             return False
-        contexts = self._update_contexts(requests)
+        contexts = self._contexts.update(requests)
         is_split = self._sees_dram(contexts, positions)
         if is_split and not self._has_cpu_lane:
             return False
@@ -143,25 +127,12 @@ class DecodeBatch:
         if is_split:
             stream_rows = self._make_key_batches(contexts, positions, num_rows)
         else:
-            self.key_batches, self._batched, self.num_streamed = None, (), 0
+            self.key_batches, self._batched, self.num_streamed, self.stream_runs = None, (), 0, ()
             host.num_streamed[:] = 0
         self._inputs.send(num_rows, table_rows=table_rows, stream_rows=stream_rows)
         return True
 
-    def _update_contexts(self, requests: Sequence[ScheduledRequest]) -> list[_Context]:
-        known, found = self._contexts, []
-        for request in requests:
-            context = known.get(request.request_id)
-            if context is None:
-                context = known[request.request_id] = _Context()
-            if context.blocks is not request.blocks:
-                _follow(context, request.blocks)
-            found.append(context)
-        if len(known) > 2 * self._inputs.max_rows:  # requests that have ended, or that decode no longer
-            self._contexts = {request.request_id: known[request.request_id] for request in requests}
-        return found
-
-    def _sees_dram(self, contexts: Sequence[_Context], positions: NDArray[np.int64]) -> bool:
+    def _sees_dram(self, contexts: Sequence[Context], positions: NDArray[np.int64]) -> bool:
         """Whether any request sees a key that does not lie on the accelerator."""
         dram = [context.tiers[Tier.DRAM] for context in contexts]
         if not any(blocks.num for blocks in dram):
@@ -172,7 +143,7 @@ class DecodeBatch:
         first_visible = np.maximum(positions - self._widest + 1, 0) // self._block_size
         return bool((last_places >= first_visible).any())
 
-    def _write_table(self, contexts: Sequence[_Context], num_rows: int) -> range:
+    def _write_table(self, contexts: Sequence[Context], num_rows: int) -> range:
         """Write the rows whose blocks the device does not know into the host's table; returns what must be sent."""
         first, last = num_rows, -1
         sent = self._sent
@@ -195,7 +166,7 @@ class DecodeBatch:
     def _write_keys(
         self,
         window: int | None,
-        contexts: Sequence[_Context],
+        contexts: Sequence[Context],
         positions: NDArray[np.int64],
         num_table_keys: NDArray[np.int64],
         num_rows: int,
@@ -212,7 +183,7 @@ class DecodeBatch:
         return int(num_keys.sum())
 
     def _hidden_rows(
-        self, tier: Tier, window: int, contexts: Sequence[_Context], positions: NDArray[np.int64]
+        self, tier: Tier, window: int, contexts: Sequence[Context], positions: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """Rows of each context's blocks on a tier that lie before its window."""
         first_visible = np.maximum(positions - window + 1, 0)
@@ -224,7 +195,7 @@ class DecodeBatch:
         ]
         return np.array(hidden, np.int64)
 
-    def _make_key_batches(self, contexts: Sequence[_Context], positions: NDArray[np.int64], num_rows: int) -> range:
+    def _make_key_batches(self, contexts: Sequence[Context], positions: NDArray[np.int64], num_rows: int) -> range:
         """The keys of the CPU lane and of the stream lane; returns the rows of the stream table that must be sent.
 
         The last step's serve again while no block moved and no window cuts them.
@@ -234,6 +205,8 @@ class DecodeBatch:
         blocks = [context.tiers[Tier.DRAM] for context in contexts]
         num_blocks = np.array([item.num for item in blocks], np.int64)
         num_streamed = (num_blocks * self.stream_share).astype(np.int64)
+        if num_streamed.sum() > self._max_streamed:
+            num_streamed = num_streamed * self._max_streamed // num_streamed.sum()
         host = self._inputs.host(num_rows)
         host.num_streamed[: len(blocks)] = num_streamed * self._block_size
         host.num_streamed[len(blocks) :] = 0
@@ -250,16 +223,20 @@ class DecodeBatch:
         # The contexts are kept with the key, so that no other object gets their ids.
         self._batched, self._batched_contexts = batched, tuple((context, context.blocks) for context in contexts)
         self.key_batches = old or made
-        if old is not None or not self.num_streamed:
+        if old is not None:
             return range(0)
+        runs, place = [], 0
         table = self._inputs.host_stream_table()
         for row, (item, num) in enumerate(zip(blocks, num_streamed.tolist(), strict=True)):
-            table[row, :num] = item.ids[:num]
-        return range(len(blocks))
+            table[row, :num] = np.arange(place, place + num)
+            runs += _find_runs(item.ids[:num], place)
+            place += num
+        self.stream_runs = tuple(runs)
+        return range(len(blocks) if runs else 0)
 
     def _key_batch(
         self,
-        blocks: Sequence[_TierBlocks],
+        blocks: Sequence[TierBlocks],
         num_streamed: NDArray[np.int64],
         first_key: NDArray[np.int64],
         num_keys: NDArray[np.int64],
@@ -279,14 +256,13 @@ class DecodeBatch:
         return KeyBatch(*(torch.from_numpy(array.astype(np.int64)) for array in arrays), block_size=self._block_size)
 
 
-def _follow(context: _Context, blocks: tuple[BlockRef, ...]) -> None:
-    """Take over a request's blocks; only those behind what both have in common are looked at."""
-    num_known = len(context.blocks)
-    if blocks[:num_known] != context.blocks:  # moved to another tier, or computed again after a preemption
-        num_known, context.tiers = 0, {tier: _TierBlocks() for tier in _TIERS}
-    for place in range(num_known, len(blocks)):
-        context.tiers[blocks[place].tier].append(blocks[place].block_id, place)
-    context.blocks = blocks
+def _find_runs(ids: NDArray[np.int64], place: int) -> list[BlockRun]:
+    """Blocks [n] in any order as runs of consecutive ones, side by side from `place` on: all of them are seen alike."""
+    if not len(ids):
+        return []
+    ordered = np.sort(ids)
+    cuts = [0, *(np.flatnonzero(np.diff(ordered) != 1) + 1).tolist(), len(ids)]
+    return [BlockRun(first=int(ordered[begin]), place=place + begin, num=end - begin) for begin, end in pairwise(cuts)]
 
 
 def _grew_by_one(known: tuple[BlockRef, ...], blocks: tuple[BlockRef, ...]) -> bool:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -19,49 +18,9 @@ from ambidex.attention.state import AttentionState
 from ambidex.core.errors import LaneError
 from ambidex.core.model_spec import ModelSpec
 from ambidex.kernels.cpu.native import WORD_STRIDE, AttentionScript, KeyBatch
-from ambidex.kernels.cuda import stream_words
 from ambidex.kernels.cuda.pinned_view import view_on_gpu
 from ambidex.storage.tiled_pool import TiledKVPool
-
-WAIT_LIMIT_S: Final = 20.0
-"""How long one side waits for the other: far longer than any layer takes, so only a fault is cut off."""
-_HOST_POLL_S: Final = 20e-6
-
-
-class Words(Protocol):
-    """Words [L, 16] int32 in host memory, as the accelerator's side writes and waits for them."""
-
-    def write(self, word: Tensor) -> None:
-        """Set a word to 1 behind all that was launched before."""
-        ...
-
-    def wait(self, word: Tensor) -> None:
-        """Let what is launched next wait until the word is 1."""
-        ...
-
-
-class StreamWords:
-    """Words of the current CUDA stream."""
-
-    def write(self, word: Tensor) -> None:
-        stream_words.write_word(word, 1)
-
-    def wait(self, word: Tensor) -> None:
-        stream_words.wait_word(word, 1)
-
-
-class HostWords:
-    """Words when the accelerator is the CPU: nothing is launched, so the caller itself writes and waits."""
-
-    def write(self, word: Tensor) -> None:
-        word.fill_(1)
-
-    def wait(self, word: Tensor) -> None:
-        end = time.monotonic() + WAIT_LIMIT_S
-        while int(word) == 0:
-            if time.monotonic() > end:
-                raise LaneError(f"the CPU lane gave no answer within {WAIT_LIMIT_S:.0f} s")
-            time.sleep(_HOST_POLL_S)
+from ambidex.storage.words import WAIT_LIMIT_S, HostWords, StreamWords, Words
 
 
 class Handover:

@@ -39,6 +39,10 @@ class OldKeys:
     """Visible keys, among the n · P rows of the blocks. Rows outside were never stored or lie before the window."""
     mask: Tensor | None
     """[queries, keys] bool on the tier's device; None: every query sees every key."""
+    query_positions: Tensor | None = None
+    """[queries] int64 on the tier's device, if positions were asked for."""
+    key_positions: Tensor | None = None
+    """[keys] int64 likewise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +103,7 @@ def build_step(
     windows: Sequence[int | None],
     devices: Mapping[Tier, torch.device],
     reads_own: Collection[Tier] = (),
+    has_positions: bool = False,
 ) -> StepAttention:
     """Cut a step into what each lane reads and where new rows go.
 
@@ -108,9 +113,10 @@ def build_step(
         windows: sliding windows of the layers in tokens, None for full attention; repeats are welcome.
         devices: where each tier's pool lies; `Tier.GPU` is the accelerator.
         reads_own: tiers on which the key of a single new token is read as an old one, after it was stored.
+        has_positions: old keys and their queries come with their positions, for attention that depends on them.
     Raises:
         InternalError: the blocks of a request do not cover its tokens, or lie on a tier without a pool.
-    Cost: on CUDA, one small copy a tier and one for each mask.
+    Cost: on CUDA, one small copy a tier and one for each mask; with positions, two for each request, tier and window.
     """
     tables = {tier: _Table() for tier in devices}
     cuts, num_tokens = [], 0
@@ -121,7 +127,10 @@ def build_step(
     ids = {tier: torch.tensor(table.ids, dtype=torch.int64, device=devices[tier]) for tier, table in tables.items()}
     return StepAttention(
         num_tokens=num_tokens,
-        views={window: _view(cuts, window, ids=ids, devices=devices) for window in set(windows)},
+        views={
+            window: _view(cuts, window, ids=ids, devices=devices, has_positions=has_positions)
+            for window in set(windows)
+        },
         new_rows=tuple(
             NewRows(
                 tier=tier,
@@ -202,9 +211,12 @@ def _view(
     *,
     ids: Mapping[Tier, Tensor],
     devices: Mapping[Tier, torch.device],
+    has_positions: bool,
 ) -> WindowView:
     old = {
-        tier: tuple(keys for cut in cuts if (keys := _old_keys(cut, tier, window, ids[tier])) is not None)
+        tier: tuple(
+            keys for cut in cuts if (keys := _old_keys(cut, tier, window, ids[tier], has_positions)) is not None
+        )
         for tier in devices
     }
     num_keys = {tier: sum(keys.keys.stop - keys.keys.start for keys in old[tier]) for tier in devices}
@@ -212,7 +224,7 @@ def _view(
     return WindowView(old=old, own=_own_keys(cuts, window, devices[Tier.GPU]), num_keys=num_keys)
 
 
-def _old_keys(cut: _Cut, tier: Tier, window: int | None, table: Tensor) -> OldKeys | None:
+def _old_keys(cut: _Cut, tier: Tier, window: int | None, table: Tensor, has_positions: bool) -> OldKeys | None:
     """What the request's queries see of its old keys on `tier`: None if nothing."""
     blocks, size = cut.old[tier], cut.block_size
     first_visible = 0 if window is None else max(0, cut.start - window + 1)
@@ -236,15 +248,22 @@ def _old_keys(cut: _Cut, tier: Tier, window: int | None, table: Tensor) -> OldKe
         mask=None
         if window is None or first_key > cut.start + num_rows - 1 - window
         else _window_mask(indices, keys, cut, num_rows, window).to(table.device),
+        query_positions=_query_positions(cut, num_rows).to(table.device) if has_positions else None,
+        key_positions=_key_positions(indices, keys, cut).to(table.device) if has_positions else None,
     )
 
 
 def _window_mask(indices: Sequence[int], keys: slice, cut: _Cut, num_rows: int, window: int) -> Tensor:
     """[queries, keys] bool: the query at position p sees keys after p - window."""
-    offsets = torch.arange(cut.block_size)
-    positions = (torch.tensor(indices)[:, None] * cut.block_size + offsets).flatten()[keys]
-    queries = torch.arange(cut.start, cut.start + num_rows)
-    return positions[None, :] > queries[:, None] - window
+    return _key_positions(indices, keys, cut)[None, :] > _query_positions(cut, num_rows)[:, None] - window
+
+
+def _key_positions(indices: Sequence[int], keys: slice, cut: _Cut) -> Tensor:
+    return (torch.tensor(indices)[:, None] * cut.block_size + torch.arange(cut.block_size)).flatten()[keys]
+
+
+def _query_positions(cut: _Cut, num_rows: int) -> Tensor:
+    return torch.arange(cut.start, cut.start + num_rows)
 
 
 def _own_keys(cuts: Sequence[_Cut], window: int | None, device: torch.device) -> OwnKeys | None:

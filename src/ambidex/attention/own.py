@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from ambidex.attention.metadata import OwnKeys
+from ambidex.attention.parts import PartAttention
 from ambidex.attention.state import AttentionState, empty
-from ambidex.kernels import api
 
 
-def attend_own(q: Tensor, k: Tensor, v: Tensor, own: OwnKeys, *, scale: float) -> AttentionState:
+def attend_own(q: Tensor, k: Tensor, v: Tensor, own: OwnKeys, attention: PartAttention) -> AttentionState:
     """The state over the step's own keys: chunks causally, each token of `own.single_rows` over its own key alone.
 
     Args:
@@ -17,25 +17,27 @@ def attend_own(q: Tensor, k: Tensor, v: Tensor, own: OwnKeys, *, scale: float) -
         `out` fp32; tokens that `own` does not name have seen no key.
     """
     if len(own.chunks) == 1 and own.chunks[0].rows == slice(0, q.shape[0]):
-        out, lse = _attend_chunk(q, k, v, own, 0, scale)
+        out, lse = _attend_chunk(q, k, v, own, 0, attention)
         return AttentionState(out.float(), lse)
     if own.all_are_single:
-        return _attend_self(q, k, v, scale)
+        return _attend_self(q, k, v, attention.scale)
     state = empty(*q.shape, device=q.device)
     if own.single_rows is not None:
         rows = own.single_rows
-        alone = _attend_self(q[rows], k[rows], v[rows], scale)
+        alone = _attend_self(q[rows], k[rows], v[rows], attention.scale)
         state.out[rows], state.lse[rows] = alone.out, alone.lse
     for index, chunk in enumerate(own.chunks):
-        out, state.lse[chunk.rows] = _attend_chunk(q, k, v, own, index, scale)
+        out, state.lse[chunk.rows] = _attend_chunk(q, k, v, own, index, attention)
         state.out[chunk.rows] = out.float()
     return state
 
 
-def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, own: OwnKeys, index: int, scale: float) -> tuple[Tensor, Tensor]:
+def _attend_chunk(
+    q: Tensor, k: Tensor, v: Tensor, own: OwnKeys, index: int, attention: PartAttention
+) -> tuple[Tensor, Tensor]:
     rows, mask = own.chunks[index].rows, own.chunks[index].mask
     keys, values = k[rows].transpose(0, 1), v[rows].transpose(0, 1)  # [Hkv, chunk, D]
-    return api.attend(q[rows], keys, values, scale=scale, causal=mask is None, mask=mask)
+    return attention.attend_chunk(q[rows], keys, values, mask)
 
 
 def _attend_self(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionState:

@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ambidex.attention.metadata import OldKeys
+from ambidex.attention.parts import PartAttention
 from ambidex.attention.rows import RowReader
 from ambidex.attention.state import AttentionState
 from ambidex.attention.tiles import TileReader
@@ -39,10 +40,14 @@ class Reader(Protocol):
         ...
 
 
-def make_reader(pool: KVPool, *, scale: float) -> Reader:
-    """The reader of a pool's order."""
+def make_reader(pool: KVPool, *, scale: float, slopes: Sequence[float] | None = None) -> Reader:
+    """The reader of a pool's order.
+
+    Args:
+        slopes: of query heads, for attention whose scores fall with distance.
+    """
     if isinstance(pool, TiledKVPool):
-        return TileReader(pool, scale=scale)
+        return TileReader(pool, PartAttention(scale, slopes, pool.device))
     if isinstance(pool, RowKVPool):
-        return RowReader(pool, scale=scale)
+        return RowReader(pool, PartAttention(scale, slopes, pool.device))
     raise InternalError(f"no reader for {type(pool).__name__}")

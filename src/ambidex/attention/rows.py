@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ambidex.attention.metadata import OldKeys
+from ambidex.attention.parts import PartAttention
 from ambidex.attention.state import AttentionState, empty
 from ambidex.kernels import api
 from ambidex.storage.kv_pool import RowKVPool
@@ -16,12 +17,12 @@ class RowReader:
 
     reads_own = False
 
-    def __init__(self, pool: RowKVPool, *, scale: float) -> None:
+    def __init__(self, pool: RowKVPool, attention: PartAttention) -> None:
         self._pool = pool
-        self._scale = scale
+        self._attention = attention
 
     def prepare(self, parts: Sequence[OldKeys], num_tokens: int) -> "PreparedRows":
-        return PreparedRows(self._pool, self._scale, parts, num_tokens)
+        return PreparedRows(self._pool, self._attention, parts, num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class PreparedRows:
     """See `attention.readers.Prepared`."""
 
     pool: RowKVPool
-    scale: float
+    attention: PartAttention
     parts: Sequence[OldKeys]
     num_tokens: int
 
@@ -45,7 +46,7 @@ class PreparedRows:
 
     def _attend_part(self, q: Tensor, k: Tensor, v: Tensor, part: OldKeys) -> tuple[Tensor, Tensor]:
         keys, values = _visible(k, part).to(q.dtype), _visible(v, part).to(q.dtype)
-        return api.attend(q, keys, values, scale=self.scale, mask=part.mask)
+        return self.attention.attend_old(q, keys, values, part)
 
 
 def _visible(pool: Tensor, part: OldKeys) -> Tensor:

@@ -1,8 +1,9 @@
-"""The stream lane of decode steps: the accelerator attends over blocks in pinned host memory, which it reads over the
-link where they lie. How large its share is follows from the rates at which both lanes read."""
+"""The stream lane of decode steps: the accelerator attends over blocks of DRAM that travel to it meanwhile
+(`storage/step_stream.py`). How large its share is follows from the rates at which both lanes read, and then, from step
+to step, from which of them ends last."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -10,9 +11,12 @@ from torch import Tensor
 
 from ambidex.attention.decode_inputs import DecodeRows
 from ambidex.attention.state import AttentionState
+from ambidex.core.ids import Tier
+from ambidex.core.kv_spec import KVOrder, KVSpec
 from ambidex.core.model_spec import ModelSpec
 from ambidex.kernels import api
 from ambidex.kernels.cuda.pinned_view import view_on_gpu
+from ambidex.storage.step_stream import StepStream
 from ambidex.storage.tiled_pool import TiledKVPool
 
 _PROBE_BYTES: Final = 512 * 2**20
@@ -25,36 +29,26 @@ _LEAST_SHARE: Final = 0.01
 """So that the share can grow again."""
 
 
-class StreamPool:
-    """The layers of a DRAM pool as the accelerator sees them: the same memory.
-
-    Args:
-        pool: pinned, unless the accelerator is the CPU.
-    """
-
-    def __init__(self, pool: TiledKVPool, device: torch.device) -> None:
-        is_cuda = device.type == "cuda"
-        k, v = (view_on_gpu(part) if is_cuda else part for part in (pool.k, pool.v))
-        self.layers: Sequence[tuple[Tensor, Tensor]] = tuple(zip(k, v, strict=True))  # each [Hkv, N, P, row_size]
-
-
 class StreamedAttention:
     """Attention over the streamed keys of a step.
 
     Args:
         spec: head_dim (the scale is head_dim ** -0.5).
-        rows: which blocks each row streams.
+        stream: brings each layer's blocks.
+        rows: which of them each row sees.
     """
 
-    def __init__(self, spec: ModelSpec, pool: StreamPool, rows: DecodeRows) -> None:
+    def __init__(self, spec: ModelSpec, stream: StepStream, rows: DecodeRows) -> None:
         self._scale = spec.head_dim**-0.5
-        self._pool = pool
+        self._stream = stream
         self._rows = rows
 
     def attend(self, layer_idx: int, q: Tensor) -> AttentionState:
-        """The state of rotated queries [B, Hq, D]; `out` is fp32."""
-        k, v = self._pool.layers[layer_idx]
+        """The state of rotated queries [B, Hq, D], once the layer's blocks have arrived; `out` is fp32."""
+        self._stream.wait(layer_idx)
+        k, v = self._stream.layer(layer_idx)
         out, lse = api.attend_tiles(q, k, v, self._rows.stream_table, self._rows.num_streamed, scale=self._scale)
+        self._stream.free(layer_idx)
         return AttentionState(out, lse)
 
 
@@ -88,16 +82,19 @@ class LaneBalance:
         return self.share
 
 
-def can_stream(spec: ModelSpec, pool: TiledKVPool, *, dtype: torch.dtype) -> str | None:
+def why_no_stream(spec: ModelSpec, kv: Mapping[Tier, KVSpec]) -> str | None:
     """Why the stream lane cannot serve a model's decode steps; None if it can.
 
     Args:
-        dtype: of the accelerator's own pool.
+        kv: the KV cache as each tier keeps it.
     """
-    if pool.k.dtype != dtype or pool.k.element_size() != 2:
-        return f"K and V in DRAM are {pool.spec.dtype}: the kernel reads 16-bit numbers of the accelerator's format"
-    if pool.spec.row_size & (pool.spec.row_size - 1):
-        return f"rows of {pool.spec.row_size} numbers are no power of 2"
+    gpu, dram = kv[Tier.GPU], kv[Tier.DRAM]
+    if dram.order is not KVOrder.TILES:
+        return "K and V in DRAM are not in tile order"
+    if dram.dtype != gpu.dtype or dram.dtype.num_bytes != 2:
+        return f"K and V in DRAM are {dram.dtype}: the kernel reads 16-bit numbers of the accelerator's format"
+    if dram.row_size & (dram.row_size - 1):
+        return f"rows of {dram.row_size} numbers are no power of 2"
     if set(spec.windows) != {None}:
         return "some layers have a sliding window"
     return None

@@ -9,6 +9,7 @@ from ambidex.attention.chunk_stream import ChunkStream
 from ambidex.attention.cpu import CPULane
 from ambidex.attention.metadata import NewRows, OldKeys, WindowView, build_step
 from ambidex.attention.own import attend_own
+from ambidex.attention.parts import PartAttention
 from ambidex.attention.readers import Prepared, Reader, make_reader
 from ambidex.attention.state import AttentionState, empty, merge, merge_rows
 from ambidex.core.errors import ShapeError
@@ -53,7 +54,11 @@ class TieredAttention:
         self._scale = spec.head_dim**-0.5
         self._windows = spec.windows
         self.pools = {tier: pools[tier] for tier in _LANES}
-        self._readers = {tier: make_reader(pool, scale=self._scale) for tier, pool in self.pools.items()}
+        self._has_positions = spec.alibi_slopes is not None
+        self._own = PartAttention(self._scale, spec.alibi_slopes, self.pools[Tier.GPU].device)
+        self._readers = {
+            tier: make_reader(pool, scale=self._scale, slopes=spec.alibi_slopes) for tier, pool in self.pools.items()
+        }
         if wrap is not None:
             self._readers = {tier: wrap(tier, reader) for tier, reader in self._readers.items()}
         self._reads_own = [tier for tier, reader in self._readers.items() if reader.reads_own]
@@ -81,6 +86,7 @@ class TieredAttention:
             windows=self._windows,
             devices={tier: pool.device for tier, pool in self.pools.items()},
             reads_own=self._reads_own,
+            has_positions=self._has_positions,
         )
         streamed = {
             window: [part for part in view.old[Tier.DRAM] if self._is_streamed(Tier.DRAM, part)]
@@ -139,7 +145,7 @@ class TieredAttention:
         states = []
         if view.own is not None:
             pool = self.pools[Tier.GPU]
-            states.append(attend_own(q, pool.round(k), pool.round(v), view.own, scale=self._scale))
+            states.append(attend_own(q, pool.round(k), pool.round(v), view.own, self._own))
         if Tier.GPU in prepared:
             states.append(prepared[Tier.GPU].attend(layer_idx, q))
         if self._stream is not None and self._num_streamed[window]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ambidex.attention.metadata import OldKeys
+from ambidex.attention.parts import PartAttention
 from ambidex.attention.state import AttentionState, empty
-from ambidex.kernels import api
 from ambidex.kernels.cpu.native import KeyBatch
 from ambidex.storage.tiled_pool import TiledKVPool
 
@@ -23,18 +23,25 @@ class TileReader:
 
     reads_own = True
 
-    def __init__(self, pool: TiledKVPool, *, scale: float) -> None:
+    def __init__(self, pool: TiledKVPool, attention: PartAttention) -> None:
         self._pool = pool
-        self._scale = scale
+        self._attention = attention
 
     def prepare(self, parts: Sequence[OldKeys], num_tokens: int) -> "PreparedTiles":
-        few = [part for part in parts if _is_native(part)]
+        few = [part for part in parts if self._is_native(part)]
         return PreparedTiles(
             pool=self._pool,
-            scale=self._scale,
+            attention=self._attention,
             batch=_key_batch(few, num_tokens, self._pool.spec.block_size) if few else None,
-            matrices=tuple(part for part in parts if not _is_native(part)),
+            matrices=tuple(part for part in parts if not self._is_native(part)),
         )
+
+    def _is_native(self, part: OldKeys) -> bool:
+        """NOTE: the native op knows no slopes: keys of such models are copied out, which costs their decode steps."""
+        if self._attention.slopes is not None or part.mask is not None:
+            return False
+        num_queries: int = part.rows.stop - part.rows.start
+        return num_queries <= MAX_NATIVE_QUERIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +49,7 @@ class PreparedTiles:
     """See `attention.readers.Prepared`."""
 
     pool: TiledKVPool
-    scale: float
+    attention: PartAttention
     batch: KeyBatch | None
     """The parts that are attended in place."""
     matrices: tuple[OldKeys, ...]
@@ -57,7 +64,7 @@ class PreparedTiles:
                 num_keys=part.keys.stop - part.keys.start,
                 dtype=q.dtype,
             )
-            out, lse = api.attend(q[part.rows], k, v, scale=self.scale, mask=part.mask)
+            out, lse = self.attention.attend_old(q[part.rows], k, v, part)
             state.out[part.rows], state.lse[part.rows] = out.float(), lse
         return state
 
@@ -67,13 +74,9 @@ class PreparedTiles:
         k, v = self.pool.layer(layer_idx)
         k_scales, v_scales = self.pool.scales(layer_idx)
         out, lse = self.pool.native.attend_blocks(
-            q.contiguous(), k, v, self.batch, scale=self.scale, k_scales=k_scales, v_scales=v_scales
+            q.contiguous(), k, v, self.batch, scale=self.attention.scale, k_scales=k_scales, v_scales=v_scales
         )
         return AttentionState(out, lse)
-
-
-def _is_native(part: OldKeys) -> bool:
-    return part.mask is None and part.rows.stop - part.rows.start <= MAX_NATIVE_QUERIES
 
 
 def _key_batch(parts: Sequence[OldKeys], num_tokens: int, block_size: int) -> KeyBatch:

@@ -165,5 +165,5 @@ def _step_bytes(engine: Engine, point: Point, lane_bytes: Mapping[Lane, int], mo
         moved=moved,
         number_bytes=activation_dtype(built.dtype, device).num_bytes,
     )
-    weights = step_weights(built.spec, built.dtype, device)
+    weights = step_weights(built.spec, built.dtype, device, keeps_quantized=built.keeps_quantized)
     return StepBytes(weights=weights.num_bytes, kv=lane_bytes, link=link)

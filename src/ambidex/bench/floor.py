@@ -13,6 +13,8 @@ from ambidex.core.dtypes import DType
 from ambidex.core.ids import Lane
 from ambidex.core.model_spec import ModelSpec
 from ambidex.layers.embedding import Embedding
+from ambidex.layers.linear import Linear
+from ambidex.models.quantized import count_weights_bytes, find_kept
 from ambidex.models.registry import build_model
 from ambidex.runner.device import TORCH_DTYPES, activation_dtype
 
@@ -57,8 +59,8 @@ class Rates:
         )
 
 
-def step_weights(spec: ModelSpec, dtype: DType, device: torch.device) -> StepWeights:
-    """Count the weights of a model on a skeleton without storage."""
+def step_weights(spec: ModelSpec, dtype: DType, device: torch.device, *, keeps_quantized: bool = False) -> StepWeights:
+    """Count the weights of a model on a skeleton without storage, quantised ones as stored if they are kept so."""
     skeleton = build_model(
         spec,
         device=torch.device("meta"),
@@ -66,16 +68,16 @@ def step_weights(spec: ModelSpec, dtype: DType, device: torch.device) -> StepWei
         activation_dtype=TORCH_DTYPES[activation_dtype(dtype, device)],
     )
     looked_up = {id(module.weight) for module in skeleton.modules() if isinstance(module, Embedding)}
-    read = [p for p in skeleton.parameters() if id(p) not in looked_up]
-    matrices = sum(p.numel() for p in read if p.dim() == 2)
+    multiplied = {id(module.weight) for module in skeleton.modules() if isinstance(module, Linear)}
+    read = [p for p in skeleton.parameters() if id(p) in multiplied or id(p) not in looked_up]
+    sizes = count_weights_bytes(skeleton, find_kept(spec) if keeps_quantized else {})
     width = spec.opt.word_embed_dim if spec.opt is not None else spec.hidden_size
     output = spec.vocab_size * width
-    num_bytes = sum(p.numel() * p.element_size() for p in read)
-    if spec.tie_embeddings:
-        return StepWeights(
-            num_bytes=num_bytes + output * TORCH_DTYPES[dtype].itemsize, num_params=matrices, num_output_params=output
-        )
-    return StepWeights(num_bytes=num_bytes, num_params=matrices - output, num_output_params=output)
+    return StepWeights(
+        num_bytes=sum(sizes[p] for p in read),
+        num_params=sum(p.numel() for p in read if p.dim() == 2) - output,
+        num_output_params=output,
+    )
 
 
 def link_bytes(spec: ModelSpec, *, batch: int, kv_in_dram: int, moved: int, number_bytes: int) -> int:

@@ -130,7 +130,9 @@ def measure_prefill(
         num_steps=-(-num_tokens // config.max_tokens_per_step),
         seconds=Quantiles.of(seconds[1:]),
         spec=built.spec,
-        weights=step_weights(built.spec, built.dtype, torch.device(built.device)),
+        weights=step_weights(
+            built.spec, built.dtype, torch.device(built.device), keeps_quantized=built.keeps_quantized
+        ),
         rates=rates,
         flops_per_s=gemm.flops_per_s.median,
     )

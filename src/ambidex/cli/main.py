@@ -36,6 +36,9 @@ EXIT_BROKEN_PIPE: Final = 141
 FOREIGN_VARIABLES: Final = ("AMBIDEX_TEST_", "AMBIDEX_BENCH_")
 """Beginnings of variables that belong to tests and benchmarks of this repository."""
 
+MAX_ISA_VARIABLE: Final = "AMBIDEX_MAX_ISA"
+"""Read by the native module when it is first used: the instruction set that its ops do not go beyond."""
+
 
 class AmbidexCommand(click.Group):
     """The group of verbs; `main` never shows a traceback unless asked to."""
@@ -109,7 +112,7 @@ def check_variables(group: click.Command, environ: Mapping[str, str]) -> None:
     Raises:
         ConfigError: there is one; names it and the closest known one.
     """
-    known = [str(param.envvar) for param in _all_params(group) if param.envvar is not None]
+    known = [MAX_ISA_VARIABLE, *(str(param.envvar) for param in _all_params(group) if param.envvar is not None)]
     for name in sorted(environ):
         if name.startswith("AMBIDEX_") and name not in known and not name.startswith(FOREIGN_VARIABLES):
             raise ConfigError(f"unknown environment variable {name}{closest(name, known)}: unset or correct it")

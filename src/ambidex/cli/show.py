@@ -83,8 +83,11 @@ def stats_rows(stats: "EngineStats") -> list[tuple[str, str]]:
           for tier, size in stats.kv_bytes.items()),
         *((f"KV read by {lane} lane", format_size(size)) for lane, size in stats.lane_bytes.items()),
         ("block moves", f"{stats.num_moves}, {stats.num_failed_moves} failed"),
+        *([("blocks verified", f"{stats.num_verified_blocks}, {stats.num_corrupt_blocks} had changed")]
+          if stats.num_verified_blocks else []),
         ("preemptions", str(stats.num_preemptions)),
         ("tokens from the prefix cache", str(stats.num_cached_tokens)),
+        *((f"fallback {kind}", str(num)) for kind, num in stats.fallbacks.items()),
     ]  # fmt: skip
     for name, num_tokens, seconds in (
         ("prefill", stats.num_prefill_tokens, stats.prefill_seconds),
@@ -109,6 +112,9 @@ def stats_json(stats: "EngineStats") -> dict[str, Any]:
         "decode_seconds": stats.decode_seconds,
         "num_moves": stats.num_moves,
         "num_failed_moves": stats.num_failed_moves,
+        "fallbacks": dict(stats.fallbacks),
+        "num_verified_blocks": stats.num_verified_blocks,
+        "num_corrupt_blocks": stats.num_corrupt_blocks,
         "kv_bytes": dict(stats.kv_bytes),
         "peak_kv_bytes": dict(stats.peak_kv_bytes),
         "lane_bytes": dict(stats.lane_bytes),

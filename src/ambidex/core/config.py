@@ -47,8 +47,8 @@ class LoadFormat(StrEnum):
     DUMMY = "dummy"
 
 
-class CudaGraphs(StrEnum):
-    """`auto`: decode steps whose keys all lie on a GPU are captured and replayed. `off`: every step is launched."""
+class Graphs(StrEnum):
+    """`auto`: decode steps are recorded once and replayed. `off`: every step is computed op by op."""
 
     AUTO = "auto"
     OFF = "off"
@@ -96,7 +96,10 @@ class EngineConfig:
 
     model: str
     device: DeviceKind = setting(DeviceKind.AUTO, SettingKind.CHOICE, "accelerator to compute on")
-    dtype: DTypeChoice = setting(DTypeChoice.AUTO, SettingKind.CHOICE, "number format of weights, activations and KV")
+    dtype: DTypeChoice = setting(
+        DTypeChoice.AUTO, SettingKind.CHOICE,
+        "number format of weights, activations and KV; auto leaves a GGUF's quantised matrices as stored on a CPU",
+    )  # fmt: skip
     kv_dtype: KVDTypeChoice = setting(
         KVDTypeChoice.AUTO, SettingKind.CHOICE,
         "number format of K and V in host memory; int8 halves what attention reads, and rounds",
@@ -148,9 +151,11 @@ class EngineConfig:
         "share of the keys in DRAM that a GPU reads over the link in decode steps, beside the CPU; default: from both "
         "rates, measured", unit="%", low=0, high=100,
     )  # fmt: skip
-    cuda_graphs: CudaGraphs = setting(
-        CudaGraphs.AUTO, SettingKind.CHOICE, "auto replays decode steps as CUDA graphs where it can; off never does"
-    )
+    graphs: Graphs = setting(
+        Graphs.AUTO, SettingKind.CHOICE,
+        "auto records decode steps and replays them, as CUDA graphs on a GPU, as native programs on a CPU; off never "
+        "does",
+    )  # fmt: skip
     num_threads: int | None = setting(
         None,
         SettingKind.INT,
@@ -164,6 +169,10 @@ class EngineConfig:
         SettingKind.TEXT,
         "write a timeline of steps and lanes to this file, for ui.perfetto.dev; slows steps down",
     )
+    verify: bool = setting(
+        False, SettingKind.SWITCH,
+        "check KV in host memory: copies are read back, blocks have checksums; slows steps down",
+    )  # fmt: skip
     seed: int = setting(0, SettingKind.INT, "seed of dummy weights and of requests without a seed of their own", low=0)
 
     @classmethod

@@ -14,6 +14,7 @@
     │   ├── TierFullError           no bytes left on a memory tier
     │   ├── NativeModuleError       the compiled module is missing or does not run here
     │   ├── CopyError               a copy between tiers failed
+    │   ├── IntegrityError          bytes in memory are not what was written (found by --verify)
     │   └── LaneError               the accelerator and the CPU lane lost each other
     ├── RequestFailedError          one request failed inside the engine (NaN logits, lost copy); others go on
     └── InternalError               an invariant of ours broke: exit code 1, HTTP 500
@@ -93,8 +94,16 @@ class CopyError(MachineError):
     """A copy between tiers failed."""
 
 
+class IntegrityError(MachineError):
+    """Bytes in memory are not what was written there; the requests that own them fail."""
+
+
 class LaneError(MachineError):
     """The accelerator or the CPU lane did not do its part of a step in time; the requests of that step fail."""
+
+
+class UnrecordableError(MachineError):
+    """A step computes something that a recorded program has no op for; it runs without a program."""
 
 
 class RequestFailedError(AmbidexError):

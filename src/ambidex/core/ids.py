@@ -25,6 +25,24 @@ class KVPart(StrEnum):
     V = "v"
 
 
+class Fallback(StrEnum):
+    """What an engine does without, on the next path: each is said once as a warning, shown in the report, and counted.
+
+    Counted are: buffers in memory that could not be pinned; pools without huge pages; threads without a processor of
+    their own; engines whose native ops have no AVX2; engines without native ops; ops without their kernel for this
+    device; captures of graphs that failed; chunks of prompts that had to be smaller.
+    """
+
+    PAGEABLE_MEMORY = "pageable_memory"
+    SMALL_PAGES = "small_pages"
+    UNPINNED_THREADS = "unpinned_threads"
+    NO_AVX2 = "no_avx2"
+    NO_NATIVE_OPS = "no_native_ops"
+    PLAIN_KERNELS = "plain_kernels"
+    NO_GRAPHS = "no_graphs"
+    SMALLER_CHUNKS = "smaller_chunks"
+
+
 class Lane(StrEnum):
     """Who attends over a part of the keys: the accelerator over its own, the CPU over those in DRAM, or the accelerator
     over keys in DRAM that it reads over the link."""

@@ -1,5 +1,6 @@
 """`KVSpec`: the shape of the KV cache and the bytes that follow from it, for allocator, cost model and benchmarks."""
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -13,6 +14,10 @@ TILE_TOKENS: Final = 16
 STREAM_BUFFERS: Final = 3
 """Pieces of the stream lane that are on their way or waiting to be attended. Two would do to copy one while another is
 attended; a third lets the link go on while a layer's products run, when no piece is used up."""
+STEP_BUFFERS: Final = 2
+"""Layers of a decode step whose streamed blocks the accelerator holds: one is read while the other fills."""
+STEP_MOST_SHARE: Final = 0.6
+"""Of a context's blocks that decode steps stream at most: a link is seldom faster than the CPU's way to DRAM."""
 STREAM_PIECE_BYTES: Final = 32 * MIB
 """Bytes of a piece in the compute format, if the context has them: 0.6 ms of a link of 55 GB/s. Each piece costs one
 more merge of all queries' states, so larger ones are better; 8192 tokens of 8 heads of 128 16-bit numbers."""
@@ -88,15 +93,33 @@ class StreamBuffers:
     piece_blocks: int
     number_bytes: int
     """Bytes of a number of the rows that are attended."""
+    step_blocks: int = 0
+    """Blocks of one layer and all requests that a decode step holds, in each of STEP_BUFFERS buffers."""
 
     @classmethod
-    def of(cls, kv: KVSpec, *, max_context_len: int, number_bytes: int) -> "StreamBuffers":
-        """Buffers for contexts of at most `max_context_len` tokens over a pool of DRAM."""
+    def of(
+        cls,
+        kv: KVSpec,
+        *,
+        max_context_len: int,
+        number_bytes: int,
+        max_requests: int = 0,
+        step_bytes: int = 0,
+    ) -> "StreamBuffers":
+        """Buffers for contexts of at most `max_context_len` tokens over a pool of DRAM.
+
+        Args:
+            max_requests: of a decode step.
+            step_bytes: that its buffers may take.
+        """
+        most_blocks = math.ceil(STEP_MOST_SHARE * kv.num_blocks(max_context_len)) * max_requests
+        fitting = step_bytes // (STEP_BUFFERS * kv.bytes_per_token_layer * kv.block_size)
         row_bytes = 2 * kv.num_kv_heads * kv.head_dim * number_bytes * kv.block_size
         return cls(
             kv=kv,
             piece_blocks=max(1, min(STREAM_PIECE_BYTES // row_bytes, kv.num_blocks(max_context_len))),
             number_bytes=number_bytes,
+            step_blocks=min(most_blocks, fitting),
         )
 
     @property
@@ -104,4 +127,5 @@ class StreamBuffers:
         """Bytes of all of it."""
         tokens = self.piece_blocks * self.kv.block_size
         rows = 2 * self.kv.num_kv_heads * self.kv.head_dim * self.number_bytes
-        return tokens * (STREAM_BUFFERS * self.kv.bytes_per_token_layer + rows)
+        step = STEP_BUFFERS * self.step_blocks * self.kv.block_size * self.kv.bytes_per_token_layer
+        return tokens * (STREAM_BUFFERS * self.kv.bytes_per_token_layer + rows) + step

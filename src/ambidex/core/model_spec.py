@@ -99,11 +99,19 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: bool = False
     dtype: DType = DType.BF16
-    is_quantized: bool = False
+    quantized: tuple[tuple[str, str], ...] = ()
+    """The matrices that have fewer than 16 bits a number in a GGUF file: name there and type."""
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    alibi_slopes: tuple[float, ...] | None = None
+    """By query head: a key's score is less by the slope for each token of its distance. Then there is no `rope`."""
     opt: OptSpec | None = None
     falcon: FalconSpec | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether matrices have fewer than 16 bits a number in the files."""
+        return bool(self.quantized)
 
     @property
     def group_size(self) -> int:

@@ -92,6 +92,9 @@ class StepResult:
 
     tokens: Mapping[RequestId, SampledToken] = field(default_factory=dict)
     failures: Mapping[RequestId, str] = field(default_factory=dict)
+    out_of_memory: Mapping[RequestId, str] = field(default_factory=dict)
+    """Requests of which nothing was computed, since the accelerator has no memory for so many tokens; with its words.
+    Whether they try again with fewer is for the scheduler to say."""
     finished_moves: tuple[MoveId, ...] = ()
     failed_moves: tuple[MoveId, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -102,3 +105,7 @@ class StepResult:
     """The step ran as a captured graph."""
     num_graph_failures: int = 0
     """Captures of graphs that have failed so far; after the first, steps are no longer captured."""
+    num_verified_blocks: int = 0
+    """Blocks whose checksums were compared before the step."""
+    num_corrupt_blocks: int = 0
+    """Those that had changed; their requests are among the failures."""

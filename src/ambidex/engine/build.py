@@ -1,6 +1,5 @@
 """The composition root: settings → every object, by hand and in order. Only this module sees both planes."""
 
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,44 +9,52 @@ from typing import Final
 import torch
 
 from ambidex.attention.chunk_stream import MIN_STREAMED_QUERIES, ChunkStream
-from ambidex.attention.streamed import can_stream, measure_stream_share
+from ambidex.attention.streamed import measure_stream_share, why_no_stream
 from ambidex.attention.tiered import TieredAttention
-from ambidex.core.config import CudaGraphs, EngineConfig, LoadFormat
+from ambidex.core.config import EngineConfig, Graphs, LoadFormat
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError, NativeModuleError
 from ambidex.core.ids import Tier
-from ambidex.core.kv_spec import KVOrder, KVSpec, StreamBuffers
+from ambidex.core.kv_spec import KVOrder, StreamBuffers
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.regions import Regions
-from ambidex.core.units import format_size
 from ambidex.engine.core import EngineCore
 from ambidex.engine.engine import Engine
-from ambidex.engine.kv_format import KVFormat, choose_kv_format
-from ambidex.engine.kv_report import region_rows
-from ambidex.engine.memory import FreeMemory, MemoryPlan, plan_memory
+from ambidex.engine.executor import Executor
+from ambidex.engine.fallbacks import Fallbacks, note_kernels, note_memory, note_native, note_threads
+from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
+from ambidex.engine.memory import FreeMemory, MemoryPlan, plan_memory, step_stream_bytes
 from ambidex.engine.report import EngineFigures, EngineReport, ReportRow
+from ambidex.engine.start_report import PoolFacts, make_report
 from ambidex.engine.trace_file import open_tracer
 from ambidex.engine.traced import TracedCore
 from ambidex.formats.locate import ModelSource, find_model
 from ambidex.formats.spec import read_spec
 from ambidex.hw.memory import read_memory
 from ambidex.hw.topology import read_topology
+from ambidex.kernels.cpu import native
 from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
-from ambidex.kernels.dispatch import choose
+from ambidex.kernels.dispatch import choose, find_fallbacks
 from ambidex.kernels.linear import LinearContext
 from ambidex.kv.manager import KVManager
 from ambidex.kv.prefix_cache import PrefixCacheLimits
 from ambidex.models.base import CausalLM
+from ambidex.models.quantized import count_weights_bytes, describe_kept, find_kept
 from ambidex.models.registry import build_model
 from ambidex.models.weights import load_weights, make_dummy_weights
-from ambidex.runner.device import TORCH_DTYPES, activation_dtype, choose_device, choose_dtype
-from ambidex.runner.graphs import Capture, CudaCapture, DecodeForm, DecodeSteps, make_buckets
+from ambidex.runner.decode import DecodeForm, FixedSteps
+from ambidex.runner.device import TORCH_DTYPES, activation_dtype, choose_device, choose_dtype, keeps_quantized
+from ambidex.runner.graphs import Capture, CudaCapture, DecodeSteps, make_buckets
+from ambidex.runner.programs import ProgramSteps
 from ambidex.runner.runner import Forward, ModelRunner, call_model
 from ambidex.runner.sampler import Sampler
 from ambidex.runner.torch_threads import TorchThreads
 from ambidex.runner.tracing import LaneTracing, trace_lanes
+from ambidex.runner.verified import VerifiedExecutor
 from ambidex.sched.scheduler import Scheduler
+from ambidex.storage.checksums import BlockChecksums, VerifiedCopy
 from ambidex.storage.copy import CopyBlock, CopyEngine, copy_block
+from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
 from ambidex.storage.kv_pool import KVPool, RowKVPool
 from ambidex.storage.tile_writer import TileWriter
 from ambidex.storage.tiled_pool import TiledKVPool
@@ -75,6 +82,7 @@ class _Choices:
     device: torch.device
     dtype: DType
     dtype_why: str
+    keeps_quantized: bool
     num_threads: int
     threads: ThreadPool | None
     kv: KVFormat
@@ -93,6 +101,7 @@ def build_engine(
     decode_form: DecodeForm | None = None,
     capture: Callable[[], Capture] = CudaCapture,
     min_streamed: int | None = None,
+    host_memory: HostMemory = HOST_MEMORY,
 ) -> Engine:
     """Load a model and make it ready to answer.
 
@@ -103,6 +112,7 @@ def build_engine(
         capture: makes what captures them, if they are captured; a test hands in one that needs no GPU.
         min_streamed: queries from which the stream lane reads keys in DRAM; None: as `ChunkStream` has it on a GPU, and
             none on a CPU, which is where a test hands in a number.
+        host_memory: who is asked for pinned memory and huge pages; a test hands in one that refuses.
     Raises:
         ConfigError, ModelError: the settings or the model cannot be used.
         MachineError: the machine has not what they need.
@@ -113,7 +123,8 @@ def build_engine(
     eos_ids = _eos_ids(choices.spec, tokenizer)
     torch.set_num_threads(choices.num_threads)
     model = _load_model(config, choices, progress)
-    pools = _make_pools(choices)
+    pools = _make_pools(choices, host_memory)
+    fallbacks = _find_fallbacks(choices, pools)
     kv_manager = KVManager(
         choices.memory.num_blocks,
         Regions(
@@ -129,7 +140,8 @@ def build_engine(
         seed=config.seed,
     )
     stream_share, stream_why = _choose_stream_share(config, choices, pools)
-    trace = trace_lanes(tracer, choices.device, copy)
+    checksums = BlockChecksums(pools[Tier.DRAM]) if config.verify else None
+    trace = trace_lanes(tracer, choices.device, copy if checksums is None else VerifiedCopy(copy, checksums))
     runner = ModelRunner(
         model=model,
         attention=_make_attention(choices, pools, min_streamed, trace),
@@ -156,21 +168,29 @@ def build_engine(
             tier: usage.cached * choices.kv.specs[tier].bytes_per_block for tier, usage in kv_manager.usage().items()
         }
 
-    return Engine(
-        core=EngineCore(scheduler=scheduler, executor=runner)
+    executor: Executor = (
+        runner if checksums is None else VerifiedExecutor(runner.execute, checksums, device=choices.device)
+    )
+    core = (
+        EngineCore(scheduler=scheduler, executor=executor)
         if not tracer.is_on
-        else TracedCore(scheduler=scheduler, executor=runner, tracer=tracer, kv_bytes=kv_bytes),
+        else TracedCore(scheduler=scheduler, executor=executor, tracer=tracer, kv_bytes=kv_bytes)
+    )
+    core.stats.fallbacks.update(fallbacks.counts)
+    return Engine(
+        core=core,
         tokenizer=tokenizer,
         chat_template=_chat_template(config, tokenizer),
         max_context_len=choices.memory.max_context_len,
         vocab_size=choices.spec.vocab_size,
         eos_ids=eos_ids,
         guides=GuideCompiler(tokenizer, vocab_size=choices.spec.vocab_size, eos_ids=eos_ids),
-        report=_report(config, choices, pools, stream=(stream_share, stream_why)),
+        report=_report(config, choices, pools, stream=(stream_share, stream_why), fallbacks=fallbacks),
         figures=EngineFigures(
             spec=choices.spec,
             device=str(choices.device),
             dtype=choices.dtype,
+            keeps_quantized=choices.keeps_quantized,
             num_threads=choices.num_threads,
             kv=choices.kv.specs,
             num_blocks=choices.memory.num_blocks,
@@ -210,17 +230,29 @@ def _choose(config: EngineConfig, decode_form: DecodeForm | None, *, streams_chu
         device=device,
         has_native=threads is not None,
     )
-    form, form_why = (decode_form, "asked for") if decode_form else _choose_decode_form(config, device)
-    has_row_ops = is_cuda or form is not DecodeForm.ORDINARY
+    keeps = config.load_format is not LoadFormat.DUMMY and keeps_quantized(
+        config.dtype, is_quantized=spec.is_quantized, device=device, has_native=threads is not None
+    )
+    form, form_why = (decode_form, "asked for") if decode_form else _choose_decode_form(config, spec, device, threads)
+    has_row_ops = is_cuda or form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
     kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
-    weights_bytes = _weights_bytes(spec, dtype, device)
+    weights_bytes = _weights_bytes(spec, dtype, device, keeps_quantized=keeps)
     activations = activation_dtype(dtype, device)
+    free = _free_memory(device)
+    can_step_stream = config.stream_percent != 0 and why_no_stream(spec, kv.specs) is None
     stream = None
-    if (streams_chunks or is_cuda) and config.dram_memory != 0 and kv.specs[Tier.DRAM].order is KVOrder.TILES:
+    if (
+        (streams_chunks or is_cuda)
+        and spec.alibi_slopes is None
+        and config.dram_memory != 0
+        and kv.specs[Tier.DRAM].order is KVOrder.TILES
+    ):
         stream = StreamBuffers.of(
             kv.specs[Tier.DRAM],
             max_context_len=config.max_context_len or spec.max_context_len,
             number_bytes=activations.num_bytes,
+            max_requests=min(config.max_running_requests, config.max_tokens_per_step),
+            step_bytes=step_stream_bytes(config, free) if form is DecodeForm.CAPTURED and can_step_stream else 0,
         )
     return _Choices(
         source=source,
@@ -228,6 +260,7 @@ def _choose(config: EngineConfig, decode_form: DecodeForm | None, *, streams_chu
         device=device,
         dtype=dtype,
         dtype_why=dtype_why,
+        keeps_quantized=keeps,
         num_threads=num_threads,
         threads=threads,
         kv=kv,
@@ -239,7 +272,7 @@ def _choose(config: EngineConfig, decode_form: DecodeForm | None, *, streams_chu
             spec,
             kv.specs,
             activations=activations,
-            free=_free_memory(device),
+            free=free,
             weights_bytes=weights_bytes,
             graph_buckets=_decode_buckets(config) if form is DecodeForm.CAPTURED else (),
             stream=stream,
@@ -247,12 +280,19 @@ def _choose(config: EngineConfig, decode_form: DecodeForm | None, *, streams_chu
     )
 
 
-def _choose_decode_form(config: EngineConfig, device: torch.device) -> tuple[DecodeForm, str]:
+def _choose_decode_form(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, threads: ThreadPool | None
+) -> tuple[DecodeForm, str]:
     """How decode steps run, and the reason."""
-    if config.cuda_graphs is CudaGraphs.OFF:
-        return DecodeForm.ORDINARY, "CUDA graphs are off"
+    if spec.alibi_slopes is not None:
+        return DecodeForm.ORDINARY, "attention with slopes (alibi) has no other form"
+    if config.graphs is Graphs.OFF:
+        return DecodeForm.ORDINARY, "graphs are off"
     if device.type != "cuda":
-        return DecodeForm.ORDINARY, "CUDA graphs need a GPU"
+        order, why = choose_host_order(config.block_size, threads is not None)
+        if order is not KVOrder.TILES:
+            return DecodeForm.ORDINARY, why
+        return DecodeForm.PROGRAM, "decode steps are replayed as native programs"
     for op in ("attend_paged", "rotate_and_store"):
         choice = choose(op, device.type)
         if choice.name != "triton":
@@ -272,7 +312,15 @@ def _make_decode_steps(
     forward: Forward,
     stream_share: float,
     capture: Callable[[], Capture],
-) -> DecodeSteps | None:
+) -> FixedSteps | None:
+    if choices.decode_form is DecodeForm.PROGRAM:
+        return ProgramSteps(
+            model=model,
+            spec=choices.spec,
+            forward=forward,
+            pools={tier: pool for tier, pool in pools.items() if isinstance(pool, TiledKVPool)},
+            max_rows=min(config.max_running_requests, config.max_tokens_per_step),
+        )
     if choices.decode_form is DecodeForm.ORDINARY or pools[Tier.GPU].num_blocks == 0:
         return None
     return DecodeSteps(
@@ -283,6 +331,7 @@ def _make_decode_steps(
         buckets=_decode_buckets(config),
         max_context_len=choices.memory.max_context_len,
         stream_share=stream_share,
+        stream_blocks=choices.stream.step_blocks if choices.stream is not None else 0,
         follows_lanes=config.stream_percent is None,
         capture=capture() if choices.decode_form is DecodeForm.CAPTURED else None,
     )
@@ -318,16 +367,34 @@ def _why_no_stream(choices: _Choices, pools: Mapping[Tier, KVPool]) -> str | Non
         return "no K and V lie in DRAM in tile order"
     if not dram.is_pinned:
         return "the driver refused to pin the DRAM tier"
-    return can_stream(choices.spec, dram, dtype=pools[Tier.GPU].k.dtype)
+    return why_no_stream(choices.spec, choices.kv.specs)
 
 
 def _make_threads(num_threads: int, *, spin_us: int) -> ThreadPool | None:
     """The threads of all native ops; None without the compiled module."""
     try:
         return ThreadPool(num_threads, spin_us=spin_us)
-    except NativeModuleError as error:
-        logger.warning("native ops are not used: %s", error)
+    except NativeModuleError:
         return None
+
+
+def _find_fallbacks(choices: _Choices, pools: Mapping[Tier, KVPool]) -> Fallbacks:
+    """What this engine does without."""
+    found = Fallbacks()
+    try:
+        note_native(found, native.isa(), "")
+    except NativeModuleError as error:
+        note_native(found, None, str(error))
+    if choices.threads is not None:
+        note_threads(found, choices.num_threads, choices.threads.num_pin_failures)
+    if choices.device.type == "cuda":
+        note_kernels(found, find_fallbacks(choices.device.type))
+    note_memory(
+        found,
+        [reason for pool in pools.values() for reason in pool.pin_refusals],
+        {tier: pool.page_refusal for tier, pool in pools.items() if pool.page_refusal is not None},
+    )
+    return found
 
 
 def _chat_template(config: EngineConfig, tokenizer: Tokenizer) -> ChatTemplate:
@@ -352,15 +419,15 @@ def _eos_ids(spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:
     return named - impossible
 
 
-def _weights_bytes(spec: ModelSpec, dtype: DType, device: torch.device) -> int:
-    """Bytes of the parameters, counted on a model without storage."""
+def _weights_bytes(spec: ModelSpec, dtype: DType, device: torch.device, *, keeps_quantized: bool) -> int:
+    """Bytes of the weights, counted on a model without storage."""
     skeleton = build_model(
         spec,
         device=torch.device("meta"),
         dtype=TORCH_DTYPES[dtype],
         activation_dtype=TORCH_DTYPES[activation_dtype(dtype, device)],
     )
-    return sum(parameter.numel() * parameter.element_size() for parameter in skeleton.parameters())
+    return sum(count_weights_bytes(skeleton, find_kept(spec) if keeps_quantized else {}).values())
 
 
 def _free_memory(device: torch.device) -> FreeMemory:
@@ -379,38 +446,39 @@ def _load_model(config: EngineConfig, choices: _Choices, progress: Progress | No
         dtype=dtype,
         activation_dtype=TORCH_DTYPES[activation_dtype(choices.dtype, choices.device)],
         linear=LinearContext(choices.threads if choices.device.type == "cpu" else None),
+        matrix_device=torch.device("meta") if choices.keeps_quantized else None,
     )
     if config.load_format is LoadFormat.DUMMY:
         make_dummy_weights(model, seed=config.seed, device=choices.device, dtype=dtype)
     else:
-        load_weights(model, choices.spec, choices.source, device=choices.device, dtype=dtype, progress=progress)
+        load_weights(
+            model,
+            choices.spec,
+            choices.source,
+            device=choices.device,
+            dtype=dtype,
+            keeps_quantized=choices.keeps_quantized,
+            progress=progress,
+        )
     return model.eval()
 
 
-def _make_pools(choices: _Choices) -> dict[Tier, KVPool]:
+def _make_pools(choices: _Choices, memory: HostMemory) -> dict[Tier, KVPool]:
     """The pool of each tier, in the order of its format; those in tile order share their native threads."""
     specs, blocks = choices.kv.specs, choices.memory.num_blocks
     is_tiled = KVOrder.TILES in {spec.order for spec in specs.values()}
     threads = AttentionPool(choices.threads) if is_tiled and choices.threads is not None else None
     is_pinned = choices.device.type == "cuda" and blocks[Tier.DRAM] > 0
+
+    def make(tier: Tier, device: torch.device, *, pinned: bool) -> KVPool:
+        if threads is not None and specs[tier].order is KVOrder.TILES:
+            return TiledKVPool(specs[tier], tier, blocks[tier], native=threads, pinned=pinned, memory=memory)
+        return RowKVPool(specs[tier], tier, blocks[tier], device=device, pinned=pinned, memory=memory)
+
     return {
-        Tier.GPU: _make_pool(specs, blocks, Tier.GPU, device=choices.device, pinned=False, threads=threads),
-        Tier.DRAM: _make_pool(specs, blocks, Tier.DRAM, device=torch.device("cpu"), pinned=is_pinned, threads=threads),
+        Tier.GPU: make(Tier.GPU, choices.device, pinned=False),
+        Tier.DRAM: make(Tier.DRAM, torch.device("cpu"), pinned=is_pinned),
     }
-
-
-def _make_pool(
-    specs: Mapping[Tier, KVSpec],
-    blocks: Mapping[Tier, int],
-    tier: Tier,
-    *,
-    device: torch.device,
-    pinned: bool,
-    threads: AttentionPool | None,
-) -> KVPool:
-    if threads is not None and specs[tier].order is KVOrder.TILES:
-        return TiledKVPool(specs[tier], tier, blocks[tier], native=threads, pinned=pinned)
-    return RowKVPool(specs[tier], tier, blocks[tier], device=device, pinned=pinned)
 
 
 def _make_attention(
@@ -433,68 +501,49 @@ def _make_attention(
     return TieredAttention(spec, pools, wrap=trace.wrap, cpu_lane=trace.cpu_lane, stream=stream, writer=writer)
 
 
+def _weights_row(choices: _Choices) -> ReportRow:
+    """In which formats matrices lie in memory."""
+    if not choices.keeps_quantized:
+        return ReportRow(section="compute", name="weights", value=choices.dtype.value, why=choices.dtype_why)
+    kept, others = describe_kept(choices.spec)
+    value = f"as stored, {kept}" if kept else ""
+    if others:
+        value += f"{'; ' if kept else ''}{others} as {choices.dtype}"
+    why = f"no native product of {others}" if others else "a CPU multiplies them where they lie"
+    return ReportRow(section="compute", name="weights", value=value, why=why)
+
+
 def _report(
-    config: EngineConfig, choices: _Choices, pools: dict[Tier, KVPool], *, stream: tuple[float, str]
+    config: EngineConfig,
+    choices: _Choices,
+    pools: Mapping[Tier, KVPool],
+    *,
+    stream: tuple[float, str],
+    fallbacks: Fallbacks,
 ) -> EngineReport:
-    spec, memory, kv = choices.spec, choices.memory, choices.kv.specs
-    memory_blocks = sum(memory.num_blocks.values())
-    facts = [
-        ReportRow(section="model", name="name", value=choices.source.name),
-        ReportRow(section="model", name="architecture", value=spec.architecture),
-        ReportRow(
-            section="model",
-            name="shape",
-            value=f"{spec.num_layers} layers, hidden {spec.hidden_size}, {spec.num_q_heads} query and "
-            f"{spec.num_kv_heads} KV heads of {spec.head_dim}, vocabulary {spec.vocab_size}",
-        ),
-        ReportRow(section="compute", name="device", value=str(choices.device)),
-        ReportRow(section="compute", name="dtype", value=choices.dtype.value, why=choices.dtype_why),
-        ReportRow(section="compute", name="threads", value=str(choices.num_threads)),
-        ReportRow(section="compute", name="decode", value=choices.decode_form.value, why=choices.decode_form_why),
-        ReportRow(section="compute", name="stream_share", value=f"{stream[0]:.2f} of keys in DRAM", why=stream[1]),
-        ReportRow(
-            section="kv",
-            name="max_context_len",
-            value=f"{memory.max_context_len} tokens",
-            why=memory.max_context_reason,
-        ),
-    ]
-    facts += [
-        ReportRow(
-            section="kv",
-            name=f"{tier}_format",
-            value=f"{kv[tier].dtype} in {kv[tier].order}, {kv[tier].bytes_per_token} B a token",
-            why=choices.kv.why if pools[tier].device.type == "cpu" else "the accelerator's own ops read it",
-        )
-        for tier in pools
-    ]
-    num_cached = memory_blocks * (config.prefix_cache_percent or 0) // 100
-    facts.append(
-        ReportRow(
-            section="kv",
-            name="prefix_cache",
-            value=f"up to {num_cached} idle blocks" if num_cached else "off",
-            why=f"{config.prefix_cache_percent} % of all blocks" if num_cached else "prompts are computed as they come",
-        )
-    )
-    facts += region_rows(config, num_gpu_blocks=memory.num_blocks[Tier.GPU], max_context_len=memory.max_context_len)
-    for tier, pool in pools.items():
-        pinned = f", {'pinned' if pool.is_pinned else 'not pinned'}" if choices.device.type == "cuda" else ""
-        facts.append(
-            ReportRow(
-                section="kv",
-                name=f"{tier}_blocks",
-                value=f"{pool.num_blocks} blocks of {config.block_size} tokens",
-                why=f"{format_size(pool.num_bytes)} on {pool.device}{pinned if tier is Tier.DRAM else ''}",
+    is_cuda = choices.device.type == "cuda"
+    return make_report(
+        config,
+        model_name=choices.source.name,
+        spec=choices.spec,
+        compute=[
+            ReportRow(section="compute", name="device", value=str(choices.device)),
+            ReportRow(section="compute", name="dtype", value=choices.dtype.value, why=choices.dtype_why),
+            _weights_row(choices),
+            ReportRow(section="compute", name="threads", value=str(choices.num_threads)),
+            ReportRow(section="compute", name="decode", value=choices.decode_form.value, why=choices.decode_form_why),
+            ReportRow(section="compute", name="stream_share", value=f"{stream[0]:.2f} of keys in DRAM", why=stream[1]),
+        ],
+        kv=choices.kv,
+        memory=choices.memory,
+        pools={
+            tier: PoolFacts(
+                num_blocks=pool.num_blocks,
+                num_bytes=pool.num_bytes,
+                device=str(pool.device),
+                is_pinned=pool.is_pinned if is_cuda and tier is Tier.DRAM else None,
             )
-        )
-        facts += [
-            ReportRow(section=f"memory {tier}", name=entry.owner, value=format_size(entry.num_bytes))
-            for entry in memory.ledger.entries(tier)
-        ]
-        facts.append(ReportRow(section=f"memory {tier}", name="budget", value=format_size(memory.ledger.budget(tier))))
-    facts += [
-        ReportRow(section="settings", name=field.name, value=str(getattr(config, field.name)))
-        for field in dataclasses.fields(config)
-    ]
-    return EngineReport(facts=tuple(facts))
+            for tier, pool in pools.items()
+        },
+        fallbacks=fallbacks.rows,
+    )

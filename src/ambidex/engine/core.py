@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from ambidex.core.ids import RequestId
+from ambidex.core.ids import Fallback, RequestId
 from ambidex.core.request import Request
 from ambidex.core.step import SampledToken, StepPlan, StepResult
 from ambidex.engine.executor import Executor
@@ -32,12 +32,13 @@ class EngineCore:
             raise
         self.pulse.enter(Stage.UPDATE)
         changed = self.scheduler.update(plan, result)
-        self.stats.record(plan, result)
+        self.stats.record(plan, result, changed)
         self.stats.record_scheduling(
             num_preemptions=self.scheduler.num_preemptions,
             num_cached_tokens=self.scheduler.num_cached_tokens,
             cache=self.scheduler.cache_stats(),
         )
+        self.stats.note_fallback(Fallback.SMALLER_CHUNKS, self.scheduler.num_smaller_chunks)
         if result.tokens:
             self.pulse.note_token()
         return changed, result.tokens

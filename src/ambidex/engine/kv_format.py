@@ -32,7 +32,7 @@ def choose_kv_format(
         ConfigError: int8 is asked for, and the tiers in host memory cannot be in tile order.
     """
     host_dtype = dtype if config.kv_dtype is KVDTypeChoice.AUTO else DType(config.kv_dtype.value)
-    order, why = _host_order(config.block_size, has_native)
+    order, why = choose_host_order(config.block_size, has_native)
     if host_dtype is DType.INT8 and order is not KVOrder.TILES:
         raise ConfigError(f"`kv_dtype` int8 needs K and V in tile order, but {why}")
     host = KVSpec.of(spec, dtype=host_dtype, block_size=config.block_size, order=order)
@@ -40,7 +40,8 @@ def choose_kv_format(
     return KVFormat(specs={Tier.GPU: gpu, Tier.DRAM: host}, why=why)
 
 
-def _host_order(block_size: int, has_native: bool) -> tuple[KVOrder, str]:
+def choose_host_order(block_size: int, has_native: bool) -> tuple[KVOrder, str]:
+    """The order of numbers of the tiers in host memory, and the reason."""
     if not has_native:
         return KVOrder.ROWS, "native CPU attention is missing: the compiled module does not load"
     if block_size % TILE_TOKENS:

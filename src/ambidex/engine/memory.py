@@ -20,6 +20,8 @@ DEFAULT_CONTEXTS = 8
 """Full contexts for which a tier gets KV blocks when its budget is not named: more are rarely full at once."""
 
 
+STEP_STREAM_SHARE = 0.05
+"""Of the accelerator's budget, at most, for keys that decode steps bring from DRAM: two layers' share of them."""
 BYTES_PER_GRAPH = 16 * MIB
 """What a captured step takes besides its tensors: the driver's nodes, some hundred launches of a few KiB each, and the
 rounding of the allocator's segments. An allowance, not a measurement."""
@@ -80,6 +82,12 @@ def _activation_bytes(spec: ModelSpec, num_bytes: int) -> int:
     per_token = 4 * spec.hidden_size + 3 * spec.intermediate_size + 3 * spec.num_q_heads * spec.head_dim
     attention = 3 * 4 * spec.num_q_heads * spec.head_dim
     return per_token * num_bytes + attention
+
+
+def step_stream_bytes(config: EngineConfig, free: FreeMemory) -> int:
+    """Bytes of the accelerator that decode steps may take for keys on their way from DRAM."""
+    budget = config.gpu_memory if config.gpu_memory is not None else int(free.accelerator * DEFAULT_SHARE_OF_FREE_GPU)
+    return int(budget * STEP_STREAM_SHARE)
 
 
 def plan_memory(

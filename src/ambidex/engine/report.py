@@ -61,12 +61,14 @@ class EngineReport:
 class EngineFigures:
     """What a built engine is, in numbers, for those that compute with them; the report says it to people.
 
-    `device` is torch's name of the accelerator, `dtype` the format of weights, `kv` the cache as each tier keeps it.
+    `device` is torch's name of the accelerator, `dtype` the format of weights (but of those that
+    are kept quantised), `kv` the cache as each tier keeps it.
     """
 
     spec: ModelSpec
     device: str
     dtype: DType
+    keeps_quantized: bool
     num_threads: int
     kv: Mapping[Tier, KVSpec]
     num_blocks: Mapping[Tier, int]

@@ -1,10 +1,12 @@
 """Counters of an engine; every unit is in the name or the docstring."""
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ambidex.core.ids import Lane, Tier
-from ambidex.core.step import StepPlan, StepResult
+from ambidex.core.ids import Fallback, Lane, Tier
+from ambidex.core.request import FinishReason, Request
+from ambidex.core.step import ScheduledRequest, StepPlan, StepResult
 from ambidex.kv.prefix_cache import PrefixCacheStats
 
 
@@ -17,7 +19,8 @@ class EngineStats:
 
     `kv_bytes` are in use now, `peak_kv_bytes` were at most in use after a step; `lane_bytes` are bytes of K and V that
     each lane's attention has read; `seconds` are wall seconds by section of the steps. Replayed steps ran as captured
-    CUDA graphs; after a graph failure they no longer do.
+    CUDA graphs; after a graph failure they no longer do. `fallbacks` has only those that happened.
+    With `--verify`, `num_verified_blocks` counts comparisons of a block's checksum, corrupt ones those that failed.
 
     A step in which each request computes one token counts for decode, any other for prefill, with all its seconds.
     `num_prefill_tokens` are those computed in chunks there, `num_decode_tokens` those answered in decode steps.
@@ -33,6 +36,8 @@ class EngineStats:
     num_moves: int = 0
     num_failed_moves: int = 0
     num_failed_requests: int = 0
+    num_verified_blocks: int = 0
+    num_corrupt_blocks: int = 0
     num_replayed_steps: int = 0
     num_graph_failures: int = 0
     num_prefill_tokens: int = 0
@@ -43,25 +48,29 @@ class EngineStats:
     cached_bytes: dict[Tier, int] = field(default_factory=dict)
     peak_kv_bytes: dict[Tier, int] = field(default_factory=dict)
     lane_bytes: Counter[Lane] = field(default_factory=Counter)
+    fallbacks: Counter[Fallback] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def record(self, plan: StepPlan, result: StepResult) -> None:
-        """Add one step."""
+    def record(self, plan: StepPlan, result: StepResult, changed: Sequence[Request] = ()) -> None:
+        """Add one step, and the requests that got a token or ended in it."""
         self.num_steps += 1
-        self.num_computed_tokens += plan.num_tokens
+        self.num_computed_tokens += sum(len(request.token_ids) for request in _computed(plan, result))
         self.num_output_tokens += len(result.tokens)
         self.num_moves += len(result.finished_moves)
         self.num_failed_moves += len(result.failed_moves)
-        self.num_failed_requests += len(result.failures)
+        self.num_failed_requests += sum(request.finish_reason is FinishReason.ERROR for request in changed)
+        self.num_verified_blocks += result.num_verified_blocks
+        self.num_corrupt_blocks += result.num_corrupt_blocks
         self.num_replayed_steps += result.is_replayed
         self.num_graph_failures = result.num_graph_failures
+        self.note_fallback(Fallback.NO_GRAPHS, result.num_graph_failures)
         self.lane_bytes.update(result.lane_bytes)
         self._record_speed(plan, result)
         for section, duration in result.seconds.items():
             self.seconds[section] = self.seconds.get(section, 0.0) + duration
 
     def _record_speed(self, plan: StepPlan, result: StepResult) -> None:
-        chunks = [len(request.token_ids) for request in plan.requests if len(request.token_ids) > 1]
+        chunks = [len(request.token_ids) for request in _computed(plan, result) if len(request.token_ids) > 1]
         duration = result.seconds.get("total", 0.0)
         if chunks:
             self.num_prefill_tokens += sum(chunks)
@@ -83,6 +92,11 @@ class EngineStats:
         for tier, size in kv_bytes.items():
             self.peak_kv_bytes[tier] = max(size, self.peak_kv_bytes.get(tier, 0))
 
+    def note_fallback(self, kind: Fallback, num_so_far: int) -> None:
+        """Note how often a fallback has happened in all."""
+        if num_so_far:
+            self.fallbacks[kind] = num_so_far
+
     def copy(self) -> "EngineStats":
         """The counters as they stand, for a reader in another thread."""
         return replace(
@@ -91,5 +105,10 @@ class EngineStats:
             cached_bytes=dict(self.cached_bytes),
             peak_kv_bytes=dict(self.peak_kv_bytes),
             lane_bytes=Counter(self.lane_bytes),
+            fallbacks=Counter(self.fallbacks),
             seconds=dict(self.seconds),
         )
+
+
+def _computed(plan: StepPlan, result: StepResult) -> Iterator[ScheduledRequest]:
+    return (request for request in plan.requests if request.request_id not in result.out_of_memory)

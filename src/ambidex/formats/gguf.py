@@ -93,13 +93,17 @@ class GGUFFile:
         info = self.tensors[name]
         return self.dequantize_rows(name, slice(None)).reshape(info.shape)
 
+    def raw_rows(self, name: str, rows: slice | NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Some rows (all axes but the last are rows) of a tensor as they lie in the file, [rows, bytes of a row]: a
+        view for a slice, else a new array."""
+        num_rows = math.prod(self.tensors[name].shape[:-1])
+        return np.frombuffer(self.read(name), np.uint8).reshape(num_rows, -1)[rows]
+
     def dequantize_rows(self, name: str, rows: slice | NDArray[np.int64]) -> NDArray[np.float32]:
         """Some rows (all axes but the last are rows) of a tensor as fp32, in a new array [rows, last axis]."""
-        info = self.tensors[name]
-        num_rows = math.prod(info.shape[:-1])
-        raw = np.frombuffer(self.read(name), np.uint8).reshape(num_rows, -1)[rows]
+        kind = GGMLQuantizationType[self.tensors[name].dtype]
         with np.errstate(all="ignore"):  # damaged scales give infinities, which are found where logits are
-            values: NDArray[np.float32] = quants.dequantize(raw, GGMLQuantizationType[info.dtype])
+            values: NDArray[np.float32] = quants.dequantize(self.raw_rows(name, rows), kind)
         return values if values.flags.writeable else values.copy()
 
 

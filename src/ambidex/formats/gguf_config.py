@@ -67,7 +67,7 @@ def spec_from_gguf(file: GGUFFile) -> ModelSpec:
         mlp_bias=_has_any(file, "ffn_down.bias"),
         qk_norm=arch == "qwen3",
         dtype=_choose_dtype(file),
-        is_quantized=_is_quantized(file),
+        quantized=_find_quantized(file),
         bos_id=fields.token_id("tokenizer.ggml.bos_token_id"),
         eos_ids=_read_eos_ids(fields),
         falcon=_describe_falcon(file, num_kv_heads) if arch == "falcon" else None,
@@ -195,9 +195,13 @@ def _choose_dtype(file: GGUFFile) -> DType:
     return DType.FP16 if "F16" in types and "BF16" not in types else DType.BF16
 
 
-def _is_quantized(file: GGUFFile) -> bool:
-    """Whether matrices have fewer than 16 bits a number."""
-    return any(info.dtype not in ("F32", "F16", "BF16") for info in file.tensors.values() if len(info.shape) > 1)
+def _find_quantized(file: GGUFFile) -> tuple[tuple[str, str], ...]:
+    """Matrices with fewer than 16 bits a number, and their types."""
+    return tuple(
+        (info.name, info.dtype)
+        for info in file.tensors.values()
+        if len(info.shape) > 1 and info.dtype not in ("F32", "F16", "BF16")
+    )
 
 
 def _describe_falcon(file: GGUFFile, num_kv_heads: int) -> FalconSpec:

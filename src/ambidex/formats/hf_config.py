@@ -171,8 +171,6 @@ def _read_opt(fields: Fields) -> ModelSpec:
 
 def _read_falcon(fields: Fields) -> ModelSpec:
     """Both spellings: the first releases (RWForCausalLM) say `n_layer`, `n_head` and, in the 40B form, `n_head_kv`."""
-    if fields.flag("alibi", default=False):
-        raise fields.refusal("alibi (positions as attention biases)", "Falcon with rotary positions")
     num_layers = fields.integer(fields.first_of("num_hidden_layers", "n_layer"), high=MAX_LAYERS)
     hidden_size = fields.integer(fields.first_of("hidden_size", "n_embed"), high=MAX_WIDTH)
     heads_name = fields.first_of("num_attention_heads", "n_head")
@@ -187,7 +185,8 @@ def _read_falcon(fields: Fields) -> ModelSpec:
         )  # fmt: skip
     fields.divide(heads_name, num_q_heads, num_kv_heads)
     max_position = fields.integer("max_position_embeddings", high=MAX_CONTEXT, default=_FALCON_CONTEXT)
-    rope = _read_rope(fields, head_dim, max_position)
+    has_alibi = fields.flag("alibi", default=False)
+    rope = None if has_alibi else _read_rope(fields, head_dim, max_position)
     has_bias = fields.flag("bias", default=False)
     return ModelSpec(
         architecture="falcon",
@@ -198,7 +197,7 @@ def _read_falcon(fields: Fields) -> ModelSpec:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=fields.integer("vocab_size", high=MAX_VOCAB),
-        max_context_len=stretch_context(max_position, rope),
+        max_context_len=max_position if rope is None else stretch_context(max_position, rope),
         norm_eps=_read_eps(fields, "layer_norm_epsilon", default=1e-5),
         activation=_read_activation(fields, "activation", default="gelu"),
         rope=rope,
@@ -210,12 +209,31 @@ def _read_falcon(fields: Fields) -> ModelSpec:
         dtype=_read_dtype(fields),
         bos_id=fields.token_id("bos_token_id"),
         eos_ids=fields.token_ids("eos_token_id"),
+        # The bias is scaled as scores are: modeling_falcon.py of transformers.
+        alibi_slopes=alibi_slopes(num_q_heads, factor=head_dim**-0.5) if has_alibi else None,
         falcon=FalconSpec(
             parallel=is_new_form or fields.flag("parallel_attn", default=True),
             num_norms=fields.integer("num_ln_in_parallel_attn", high=2, default=2) if is_new_form else 1,
             grouped_qkv=not is_multi_query,
         ),
     )
+
+
+def alibi_slopes(num_heads: int, *, factor: float) -> tuple[float, ...]:
+    """Slopes of heads, times a factor: 2^(−8/n) … 2^−8, a geometric series for n heads; where n is no power of 2, that
+    of the power below, then every second one of the power above. Rounded to bf16, as models were trained with them.
+    Source: arXiv:2108.12409, section 3, and its authors' code.
+    """
+    below = 1 << num_heads.bit_length() - 1
+    slopes = [2.0 ** (-8 * (head + 1) / below) for head in range(below)]
+    slopes += [2.0 ** (-4 * (2 * head + 1) / below) for head in range(num_heads - below)]
+    return tuple(factor * _round_bf16(slope) for slope in slopes)
+
+
+def _round_bf16(number: float) -> float:
+    """The nearest number with 8 bits of mantissa, ties to even."""
+    mantissa, exponent = math.frexp(number)
+    return math.ldexp(round(mantissa * 256), exponent - 8)
 
 
 _READERS: Final[Mapping[str, Callable[[Fields], ModelSpec]]] = {

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from ambidex.core.errors import ShapeError
-from ambidex.kernels.cpu import native
+from ambidex.kernels.cpu import memory, native
 from ambidex.kernels.cpu import rows as native_rows
 from ambidex.kernels.dispatch import choose
 from ambidex.kernels.reference import activation, kv_store, kv_tiles, paged, quantize, rope
 from ambidex.kernels.reference import attention as reference_attention
 from ambidex.kernels.reference import merge as reference_merge
 from ambidex.kernels.reference import norm as reference_norm
+from ambidex.kernels.reference import sampling as reference_sampling
 from ambidex.kernels.shapes import check_alike, check_shapes
 from ambidex.kernels.torch_ops import attention as torch_attention
 from ambidex.kernels.torch_ops import norm as torch_norm
@@ -176,7 +177,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     choice = choose("merge_states", out_a.device.type)
     if (
         choice.name == "native"
-        and (choice.is_forced or out_a.shape[0] >= _LEAST_NATIVE_MERGE)
+        and (choice.is_forced or out_a.shape[0] >= _LEAST_NATIVE_MERGE or memory.is_recording())
         and _is_plain_fp32(out_a, lse_a, out_b, lse_b)
     ):
         return native.merge_states(out_a, lse_a, out_b, lse_b)  # checks the shapes itself
@@ -360,6 +361,20 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return activation.silu_mul(gate, up)
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """The place of the largest number of each row, the first one's of several; −1 where any number is not finite.
+
+    Args:
+        logits: [n, V] fp32.
+    Returns:
+        [n] int64 on the device of the logits. Does not wait for a GPU.
+    """
+    check_shapes(logits=(logits, "n V"))
+    if choose("likeliest", logits.device.type).name == "native" and _is_plain_fp32(logits):
+        return native_rows.likeliest(logits)
+    return reference_sampling.likeliest(logits)
+
+
 def activate(x: Tensor, name: str) -> Tensor:
     """Apply the non-linearity `name` (a value of `core.model_spec.Activation`); same shape and dtype as x.
 
@@ -389,8 +404,10 @@ def _check_pools(k_pool: Tensor, v_pool: Tensor) -> None:
 
 
 def _is_small_fp32(x: Tensor, *others: Tensor) -> bool:
-    """Whether the native ops over rows take these tensors, and x is so small that they are the faster ones."""
-    return x.numel() <= native_rows.MOST_NUMBERS and _is_plain_fp32(x, *others)
+    """Whether the native ops over rows take these tensors, and are the faster ones: x is small, or a program recorded
+    of which no other op can be part."""
+    is_small = x.numel() <= native_rows.MOST_NUMBERS or memory.is_recording()
+    return is_small and _is_plain_fp32(x, *others)
 
 
 def _check_last_axis(x: Tensor, vector: Tensor) -> None:

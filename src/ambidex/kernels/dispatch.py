@@ -1,6 +1,5 @@
 """Which implementation of an op runs on which device: decided once, with the reason kept as text."""
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,10 +7,10 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Final
 
+import torch
+
 from ambidex.core.errors import InternalError, NativeModuleError
 from ambidex.kernels.cpu import native
-
-logger = logging.getLogger(__name__)
 
 IMPLEMENTATIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "attend": ("reference", "torch"),
@@ -25,6 +24,7 @@ IMPLEMENTATIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "layer_norm": ("reference", "torch"),
     "rotate_and_store": ("reference", "triton"),
     "silu_mul": ("reference", "native", "triton"),
+    "likeliest": ("reference", "native"),
     "fetch_blocks": ("reference", "triton"),
     "unpack_blocks": ("reference", "triton"),
     "pack_blocks": ("reference", "triton"),
@@ -34,11 +34,13 @@ IMPLEMENTATIONS: Final[Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The implementation chosen for an op on a device type, and why; forced: for tensors of every size."""
+    """The implementation chosen for an op on a device type, and why; forced: for tensors of every size; a fallback: the
+    op has a kernel for the device that does not run here."""
 
     name: str
     reason: str
     is_forced: bool = False
+    is_fallback: bool = False
 
 
 _overrides: dict[str, Choice] = {}
@@ -47,6 +49,12 @@ _overrides: dict[str, Choice] = {}
 def choose(op: str, device_type: str) -> Choice:
     """The implementation of `op` for tensors on `device_type` (`cpu`, `cuda`)."""
     return _overrides.get(op) or _decide(op, device_type)
+
+
+def find_fallbacks(device_type: str) -> dict[str, str]:
+    """The ops whose kernel for the device type does not run here, each with the reason."""
+    choices = {op: choose(op, device_type) for op in IMPLEMENTATIONS}
+    return {op: choice.reason for op, choice in choices.items() if choice.is_fallback}
 
 
 @contextmanager
@@ -85,6 +93,7 @@ _NATIVE_ON_CPU: Final[Mapping[str, str]] = {
     "linear": "torch for many rows and for other than fp32 x",
     "rms_norm": "torch for many rows and for other than contiguous fp32",
     "add_rms_norm": "torch for many rows and for other than contiguous fp32",
+    "likeliest": "the reference for other than contiguous fp32",
     "silu_mul": "the reference for many rows and for other than contiguous fp32",
     "rotate": "the reference for many rows and for other than contiguous fp32",
     "merge_states": "the reference for few rows and for other than contiguous fp32",
@@ -105,14 +114,34 @@ def _decide_native(op: str, otherwise: str) -> Choice:
     try:
         return Choice("native", f"compiled module, instruction set {native.isa()}; {otherwise}")
     except NativeModuleError as error:
-        choice = _decide_plain(op, "cpu")
-        logger.warning("%s on the CPU falls back to %s: %s", op, choice.name, error)
-        return Choice(choice.name, f"no compiled module: {error}")
+        return Choice(_decide_plain(op, "cpu").name, f"no compiled module: {error}", is_fallback=True)
 
 
 def _decide_triton(op: str) -> Choice:
-    """Triton comes with torch's builds for CUDA on Linux, and with few others."""
-    if find_spec("triton") is not None:
+    why_not = _why_no_triton()
+    if why_not is None:
         return Choice("triton", "one launch instead of several")
-    logger.warning("%s on CUDA falls back to plain torch: the package triton is not installed", op)
-    return Choice("torch" if "torch" in IMPLEMENTATIONS[op] else "reference", "the package triton is not installed")
+    return Choice("torch" if "torch" in IMPLEMENTATIONS[op] else "reference", why_not, is_fallback=True)
+
+
+@cache
+def _why_no_triton() -> str | None:
+    """Why Triton's kernels do not run here; None if they do, or if there is no GPU to ask."""
+    if find_spec("triton") is None:  # it comes with torch's builds for CUDA on Linux, and with few others
+        return "the package triton is not installed"
+    if not torch.cuda.is_available():
+        return None
+    try:
+        run_probe()
+    except Exception as error:  # of the compiler, the driver or a missing C compiler: whatever it is, torch goes on
+        return f"Triton does not run on {torch.cuda.get_device_name()}: {type(error).__name__} {error}"
+    return None
+
+
+def run_probe() -> None:
+    """Compile and run the smallest kernel. Cost: a second when it is compiled for the first time."""
+    from ambidex.kernels.triton import activation  # lazy: the package may be missing
+
+    gate = torch.ones(1, 32, dtype=torch.float16, device="cuda")
+    activation.silu_mul(gate, gate)
+    torch.cuda.synchronize()

@@ -4,26 +4,30 @@ Other than the ops of `api.py` these keep something from call to call: threads, 
 weights that do not move. So they are objects, made once for a model and once for a place in it.
 """
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
 
 from ambidex.core.errors import ShapeError
 from ambidex.kernels.cpu import native
-from ambidex.kernels.cpu.linear import LinearPool, Matrices
+from ambidex.kernels.cpu.linear import LinearPool, Matrices, format_of
+from ambidex.kernels.cpu.quantized import QuantizedMatrix, Weight
 from ambidex.kernels.dispatch import choose
 from ambidex.kernels.reference import linear as reference_linear
 from ambidex.kernels.torch_ops import linear as torch_linear
 
+T = TypeVar("T")
+
 MOST_NATIVE_TOKENS: Final = 128
-"""Up to so many rows of x the native op is chosen on a CPU. Measured on 2 cores of an AVX2 EPYC, with other processes
-about, bf16 weights, best of many runs in turn (K x N: native, torch after widening, torch with fp32 weights): 128 rows,
-576 x 3072: 5.0, 11.8, 4.2 ms; 1536 x 576: 2.6, 2.1, 1.9; 4096 x 2048: 36, 35, 32; 512 rows: 24, 31, 20; 14, 14, 9;
-260, 168, 163. With 32 rows and fewer it is 1.2 to 15 times as fast as torch with fp32 weights. A constant, not a
-measurement at start: which op computes shows in the last bits of the result, and the same step must give the same bits
-tomorrow."""
+"""Up to so many rows of x the native op is chosen on a CPU for weights that are not quantised. Measured on 2 cores of
+an AVX2 EPYC, with other processes about, bf16 weights, best of many runs in turn (K x N: native, torch after widening,
+torch with fp32 weights): 128 rows, 576 x 3072: 5.0, 11.8, 4.2 ms; 1536 x 576: 2.6, 2.1, 1.9; 4096 x 2048: 36, 35, 32;
+512 rows: 24, 31, 20; 14, 14, 9; 260, 168, 163. With 32 rows and fewer it is 1.2 to 15 times as fast as torch with fp32
+weights. A constant, not a measurement at start: which op computes shows in the last bits of the result, and the same
+step must give the same bits tomorrow."""
 
 
 class LinearContext:
@@ -39,19 +43,27 @@ class LinearContext:
         self.multiplies_bf16 = threads is not None and native.isa() in ("avx512bf16", "amx")
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Matrices of one format, which one native call multiplies, and their places among all."""
+
+    places: tuple[int, ...]
+    matrices: Matrices
+
+
 class LinearOp:
     """The product of x with matrices at one place of a model."""
 
     def __init__(self, context: LinearContext) -> None:
         self._context = context
-        self._matrices: Matrices | None = None
+        self._calls: tuple[_Call, ...] = ()
 
-    def __call__(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    def __call__(self, x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """Multiply.
 
         Args:
             x: [..., K] fp32, or in the dtype of the weights.
-            weights: each [N, K] of one dtype (fp32, bf16, fp16); biases: [N] in the dtype of x, or None, for each.
+            weights: each [N, K], fp32, bf16, fp16 or quantised; biases: [N] in the dtype of x, or None, for each.
         Returns:
             [..., N] in the dtype of x for each weight. Products of an fp32 x are fp32 whatever the weights' dtype, but
             for bf16 weights and more than MOST_NATIVE_TOKENS rows on a CPU that multiplies bf16: there x and the
@@ -59,27 +71,59 @@ class LinearOp:
         Raises:
             ShapeError: the tensors do not fit each other.
         Cost: reads the weights once. Beyond MOST_NATIVE_TOKENS rows, 16-bit weights are widened first on other CPUs.
+            A native call takes weights of one format; of several formats each has a call.
         """
         implementation = choose("linear", x.device.type).name
-        pool = self._context.pool
-        if (
-            implementation == "native"
-            and pool is not None
-            and x.dtype == torch.float32
-            and x.dim() == 2
-            and x.shape[0] <= MOST_NATIVE_TOKENS
-        ):
-            if self._matrices is None or not self._matrices.lies_at(weights, biases):
-                self._matrices = Matrices(weights, biases)
-            return pool.multiply(self._matrices, x.contiguous())
+        pool = self._context.pool if implementation == "native" and x.dtype == torch.float32 and x.dim() == 2 else None
+        if pool is not None:
+            x = x.contiguous()
+            if x.shape[0] <= MOST_NATIVE_TOKENS or all(isinstance(weight, QuantizedMatrix) for weight in weights):
+                return self._multiply_natively(pool, x, weights, biases)
         for weight in weights:
             if weight.shape[1] != x.shape[-1]:
                 raise ShapeError(f"x: expected {weight.shape[1]} numbers in the last axis, got shape {tuple(x.shape)}")
-        if implementation == "reference":
-            return tuple(reference_linear.linear(x, *pair) for pair in zip(weights, biases, strict=True))
         return tuple(
-            torch_linear.linear(
-                x, weight, bias, scratch=self._context.scratch, multiplies_bf16=self._context.multiplies_bf16
-            )
+            self._multiply_one(implementation, pool, x, weight, bias)
             for weight, bias in zip(weights, biases, strict=True)
         )
+
+    def _multiply_one(
+        self, implementation: str, pool: LinearPool | None, x: Tensor, weight: Weight, bias: Tensor | None
+    ) -> Tensor:
+        if isinstance(weight, QuantizedMatrix):
+            if pool is not None:
+                return pool.multiply(Matrices([weight], [bias]), x)[0]
+            weight = weight.dense()
+        if implementation == "reference":
+            return reference_linear.linear(x, weight, bias)
+        return torch_linear.linear(
+            x, weight, bias, scratch=self._context.scratch, multiplies_bf16=self._context.multiplies_bf16
+        )
+
+    def _multiply_natively(
+        self, pool: LinearPool, x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        if len(self._calls) == 1 and self._calls[0].matrices.lies_at(weights, biases):  # nearly every call
+            return pool.multiply(self._calls[0].matrices, x)
+        if not self._calls or not all(
+            call.matrices.lies_at(_pick(weights, call.places), _pick(biases, call.places)) for call in self._calls
+        ):
+            self._calls = tuple(_sort_by_format(weights, biases))
+        ys = {
+            place: y
+            for call in self._calls
+            for place, y in zip(call.places, pool.multiply(call.matrices, x), strict=True)
+        }
+        return tuple(ys[place] for place in range(len(weights)))
+
+
+def _sort_by_format(weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> Iterable[_Call]:
+    places_of: dict[str, list[int]] = {}
+    for place, weight in enumerate(weights):
+        places_of.setdefault(format_of(weight), []).append(place)
+    for places in places_of.values():
+        yield _Call(tuple(places), Matrices(_pick(weights, places), _pick(biases, places)))
+
+
+def _pick(items: Sequence[T], places: Sequence[int]) -> list[T]:
+    return [items[place] for place in places]

@@ -21,13 +21,13 @@ def fetch_blocks(pool: Tensor, block_ids: Tensor, out: Tensor) -> None:
     Args:
         pool: [Hkv, N, P, R] in any order, contiguous but for the first axis; a record [P, R] is whole 4-byte words.
         block_ids: [n] int64 on the device of out.
-        out: [Hkv, n, P, R] in the pool's dtype, contiguous.
+        out: [Hkv, n, P, R] in the pool's dtype, contiguous but for the first axis.
     Raises:
         ShapeError: shapes or dtypes do not fit.
     Cost: reads the blocks over the link.
     """
     check_shapes(pool=(pool, "Hkv N P R"), block_ids=(block_ids, "n"), out=(out, "Hkv n P R"))
-    if pool.dtype != out.dtype or not out.is_contiguous() or block_ids.device != out.device:
+    if pool.dtype != out.dtype or not out[0].is_contiguous() or block_ids.device != out.device:
         raise ShapeError(f"out: expected contiguous {pool.dtype} where block_ids lie, got {out.dtype} on {out.device}")
     if choose("fetch_blocks", out.device.type).name == "triton":
         from ambidex.kernels.triton import fetch as triton_fetch

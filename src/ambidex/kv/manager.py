@@ -267,8 +267,9 @@ class KVManager:
                 lease, block_idx = mover
                 del lease.moving[block_idx]
         if num_failed:
+            level = logging.INFO if self._num_failed_moves else logging.WARNING
             self._num_failed_moves += num_failed
-            logger.warning("moves failed: %d (%d so far); their blocks stay", num_failed, self._num_failed_moves)
+            logger.log(level, "moves failed: %d (%d so far); their blocks stay", num_failed, self._num_failed_moves)
 
     def check(self) -> None:
         """Every tier conserves its blocks; each used block belongs to one lease, to leases that share it, or to the end

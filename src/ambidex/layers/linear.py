@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from ambidex.kernels.cpu.quantized import Weight
 from ambidex.kernels.linear import LinearOp
 from ambidex.layers.parameter import ParameterFactory
 
@@ -16,15 +17,17 @@ class Linear(nn.Module):
         num_in, num_out: widths; `weight` is [num_out, num_in].
         bias: whether there is a bias [num_out].
         weight: a parameter to share (tied embeddings) instead of a new one.
+
+    The weight is a parameter until `models/weights.py` puts a quantised matrix in its place.
     """
 
     __call__: Callable[..., Tensor]
 
     def __init__(
-        self, num_in: int, num_out: int, factory: ParameterFactory, *, bias: bool, weight: nn.Parameter | None = None
+        self, num_in: int, num_out: int, factory: ParameterFactory, *, bias: bool, weight: Weight | None = None
     ) -> None:
         super().__init__()
-        self.weight = factory.new_matrix(num_out, num_in) if weight is None else weight
+        self.weight: Weight = factory.new_matrix(num_out, num_in) if weight is None else weight
         self.bias = factory.new_vector(num_out) if bias else None
         self._multiply = factory.new_linear_op()
 
@@ -64,7 +67,8 @@ class _Joint:
         self._sizes = [layer.weight.shape[0] for layer in layers]
         biases = [layer.bias for layer in layers if layer.bias is not None]
         self._has_all = len(biases) in (0, len(layers))
-        self._weight = _lay_side_by_side([layer.weight for layer in layers])  # [Σ num_out, num_in]
+        weights = [layer.weight for layer in layers if isinstance(layer.weight, nn.Parameter)]  # on a GPU all are
+        self._weight = _lay_side_by_side(weights)  # [Σ num_out, num_in]
         self._bias = _lay_side_by_side(biases) if len(biases) == len(layers) else None  # [Σ num_out]
         self._places = self._find_places()
 

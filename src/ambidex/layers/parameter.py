@@ -17,16 +17,20 @@ class ParameterFactory:
         dtype: of matrices, which nearly all bytes are.
         activation_dtype: of vectors, and of what flows between layers; None for `dtype`.
         linear: what the products share.
+        matrix_device: where matrices lie; None for `device`. On the meta device they take no memory until they are
+            loaded.
     """
 
     device: torch.device
     dtype: torch.dtype
     activation_dtype: torch.dtype | None = None
     linear: LinearContext = field(default_factory=LinearContext)
+    matrix_device: torch.device | None = None
 
     def new_matrix(self, num_rows: int, width: int) -> nn.Parameter:
         """An uninitialised parameter [num_rows, width] in `dtype` that takes no gradient."""
-        return nn.Parameter(torch.empty((num_rows, width), device=self.device, dtype=self.dtype), requires_grad=False)
+        data = torch.empty((num_rows, width), device=self.matrix_device or self.device, dtype=self.dtype)
+        return nn.Parameter(data, requires_grad=False)
 
     def new_vector(self, width: int) -> nn.Parameter:
         """An uninitialised parameter [width] in the format of activations that takes no gradient."""

@@ -1,5 +1,5 @@
 """Falcon: attention and MLP side by side under one layer norm (7B, 11B) or one each (40B, 180B), or one after the other
-(the first small ones); q, k and v come from one fused matrix."""
+(the first small ones, whose positions are biases of attention); q, k and v come from one fused matrix."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from ambidex.layers.linear import Linear
 from ambidex.layers.norm import LayerNorm
 from ambidex.layers.parameter import ParameterFactory
 from ambidex.layers.rope import RotaryEmbedding
-from ambidex.models.base import AttentionOp, CausalLM
+from ambidex.models.base import Angles, AttentionOp, CausalLM
 
 
 class FalconForCausalLM(CausalLM):
@@ -34,19 +34,19 @@ class FalconModel(nn.Module):
 
     def __init__(self, spec: ModelSpec, factory: ParameterFactory) -> None:
         super().__init__()
-        assert spec.rope is not None, "a Falcon model that runs here has rotary positions"
+        assert (spec.rope is None) != (spec.alibi_slopes is None), "a Falcon model has positions of one kind"
         assert spec.falcon is not None, "a Falcon spec says which form of Falcon it is"
         layer_class = _choose_layer(spec.falcon)
         self.word_embeddings = Embedding(spec.vocab_size, spec.hidden_size, factory)
-        self.rotary_emb = RotaryEmbedding(spec.rope, factory.device)
+        self.rotary_emb = RotaryEmbedding(spec.rope, factory.device) if spec.rope is not None else None
         self.h = nn.ModuleList(layer_class(spec, layer_idx, factory) for layer_idx in range(spec.num_layers))
         self.ln_f = LayerNorm(spec.hidden_size, spec.norm_eps, factory)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionOp) -> Tensor:
         hidden = self.word_embeddings(token_ids)  # [T, E]
-        cos, sin = self.rotary_emb(positions)  # [T, D/2] fp32
+        angles = self.rotary_emb(positions) if self.rotary_emb is not None else None  # two of [T, D/2] fp32
         for layer in self.h:
-            hidden = layer(hidden, cos, sin, attention)
+            hidden = layer(hidden, angles, attention)
         return self.ln_f(hidden)
 
 
@@ -59,9 +59,9 @@ class FalconOneNormLayer(nn.Module):
         self.self_attention = FalconAttention(spec, layer_idx, factory)
         self.mlp = FalconMLP(spec, factory)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionOp) -> Tensor:
+    def forward(self, hidden: Tensor, angles: Angles | None, attention: AttentionOp) -> Tensor:
         normed = self.input_layernorm(hidden)
-        return hidden + self.self_attention(normed, cos, sin, attention) + self.mlp(normed)  # [T, E]
+        return hidden + self.self_attention(normed, angles, attention) + self.mlp(normed)  # [T, E]
 
 
 class FalconTwoNormLayer(nn.Module):
@@ -74,8 +74,8 @@ class FalconTwoNormLayer(nn.Module):
         self.self_attention = FalconAttention(spec, layer_idx, factory)
         self.mlp = FalconMLP(spec, factory)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionOp) -> Tensor:
-        attended = self.self_attention(self.ln_attn(hidden), cos, sin, attention)
+    def forward(self, hidden: Tensor, angles: Angles | None, attention: AttentionOp) -> Tensor:
+        attended = self.self_attention(self.ln_attn(hidden), angles, attention)
         return hidden + attended + self.mlp(self.ln_mlp(hidden))  # [T, E]
 
 
@@ -89,8 +89,8 @@ class FalconSequentialLayer(nn.Module):
         self.post_attention_layernorm = LayerNorm(spec.hidden_size, spec.norm_eps, factory)
         self.mlp = FalconMLP(spec, factory)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionOp) -> Tensor:
-        hidden = hidden + self.self_attention(self.input_layernorm(hidden), cos, sin, attention)
+    def forward(self, hidden: Tensor, angles: Angles | None, attention: AttentionOp) -> Tensor:
+        hidden = hidden + self.self_attention(self.input_layernorm(hidden), angles, attention)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))  # [T, E]
 
 
@@ -119,11 +119,11 @@ class FalconAttention(nn.Module):
         self.layer_idx = layer_idx
         self.fused_shape = (-1, spec.num_kv_heads, spec.group_size + 2, spec.head_dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionOp) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles | None, attention: AttentionOp) -> Tensor:
         fused = self.query_key_value(x).view(self.fused_shape)  # [T, Hkv, G + 2, D]
         q = fused[:, :, :-2].flatten(1, 2)  # [T, Hq, D]
         k, v = fused[:, :, -2], fused[:, :, -1]  # [T, Hkv, D]
-        out = attention.attend(self.layer_idx, q, k, v, angles=(cos, sin))  # [T, Hq, D]
+        out = attention.attend(self.layer_idx, q, k, v, angles=angles)  # [T, Hq, D]
         return self.dense(out.flatten(1))
 
 

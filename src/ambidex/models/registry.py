@@ -30,12 +30,14 @@ def build_model(
     dtype: torch.dtype,
     activation_dtype: torch.dtype | None = None,
     linear: LinearContext | None = None,
+    matrix_device: torch.device | None = None,
 ) -> CausalLM:
     """Build a model whose parameters are allocated on `device` but not yet filled (see `models/weights.py`).
 
     Args:
         dtype: of matrices; activation_dtype: of vectors and activations, None for `dtype`.
         linear: what the matrix products share; None for torch's products.
+        matrix_device: where matrices are allocated; None for `device`.
     Raises:
         UnsupportedModelError: there is no such architecture.
     """
@@ -46,5 +48,6 @@ def build_model(
         )
     # Imported only now: one broken or slow family must not touch the others.
     model_class = getattr(import_module(f"ambidex.models.{spec.architecture}"), class_name)
-    model: CausalLM = model_class(spec, ParameterFactory(device, dtype, activation_dtype, linear or LinearContext()))
+    factory = ParameterFactory(device, dtype, activation_dtype, linear or LinearContext(), matrix_device)
+    model: CausalLM = model_class(spec, factory)
     return model

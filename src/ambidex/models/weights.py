@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ambidex.core.errors import InternalError, UnsupportedModelError, WeightsError
@@ -20,8 +22,10 @@ from ambidex.formats.json_file import show
 from ambidex.formats.locate import ModelSource, SourceKind
 from ambidex.formats.safetensors import SafetensorsFile
 from ambidex.formats.tensor_info import TensorInfo
+from ambidex.kernels.cpu.quantized import QuantizedMatrix
 from ambidex.layers.norm import LayerNorm, RMSNorm
 from ambidex.models.gguf_names import find_hf_name, find_row_order
+from ambidex.models.quantized import find_kept, names_of_parameters, put_in_place
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), sizes as they lie in the files."""
@@ -44,7 +48,8 @@ _IGNORED_GGUF: Final = ("rope_freqs.weight",)
 class _Stored:
     """A tensor in a file, under the name that it has in the model.
 
-    `read_rows(start, stop)` gives rows (indices of the first axis) as a new tensor on the CPU.
+    `read_rows(start, stop)` gives rows (indices of the first axis) as a new tensor on the CPU, `read_raw_rows` those of
+    a GGUF file as they lie there, in the order of the model.
     """
 
     name: str
@@ -52,6 +57,7 @@ class _Stored:
     num_bytes: int
     read_rows: Callable[[int, int], Tensor]
     release: Callable[[], None]
+    read_raw_rows: Callable[[int, int], NDArray[np.uint8]] | None = None
 
 
 def load_weights(
@@ -61,11 +67,14 @@ def load_weights(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    keeps_quantized: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Fill the parameters of `model`, whose names are those of the Hugging Face checkpoint.
 
     Args:
+        keeps_quantized: whether matrices of a GGUF file that have a native product as they are stored replace the
+            model's parameters.
         device, dtype: where and as what parameters are made that are still on the meta device; the others stay where
             and what they are, and numbers are converted.
     Raises:
@@ -76,16 +85,17 @@ def load_weights(
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     checkpoint = _open_checkpoint(source, spec, names)
     _check_tensors(model, checkpoint, source)
+    packed = put_in_place(model, find_kept(spec) if keeps_quantized else {}, checkpoint)
     _allocate(model, device, dtype)
     done, total = 0, sum(stored.num_bytes for stored in checkpoint.values())
-    filled: dict[nn.Parameter, str] = {}
+    filled: dict[nn.Parameter | QuantizedMatrix, str] = {}
     for stored in checkpoint.values():
-        parameter = model.get_parameter(stored.name)
-        if parameter in filled:
-            _compare(parameter, stored, first_name=filled[parameter])
+        place = packed[stored.name] if stored.name in packed else model.get_parameter(stored.name)
+        if place in filled:
+            _compare(place, stored, first_name=filled[place])
         else:
-            _fill(parameter, stored)
-            filled[parameter] = stored.name
+            _fill(place, stored)
+            filled[place] = stored.name
         stored.release()
         done += stored.num_bytes
         if progress is not None:
@@ -167,15 +177,16 @@ def _stored_in_gguf(file: GGUFFile, info: TensorInfo, spec: ModelSpec) -> _Store
         rows = slice(start, stop) if order is None else order[start:stop]
         return torch.from_numpy(file.dequantize_rows(info.name, rows)).view(-1, *info.shape[1:])
 
+    def read_raw_rows(start: int, stop: int) -> NDArray[np.uint8]:
+        return file.raw_rows(info.name, slice(start, stop) if order is None else order[start:stop])
+
     name = find_hf_name(info.name, spec) or info.name
-    return _Stored(name, info.shape, info.num_bytes, read_rows, lambda: file.release(info.name))
+    return _Stored(name, info.shape, info.num_bytes, read_rows, lambda: file.release(info.name), read_raw_rows)
 
 
 def _check_tensors(model: nn.Module, checkpoint: Mapping[str, _Stored], source: ModelSource) -> None:
     """A tied parameter has two names, of which one is enough."""
-    names_of: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_of.setdefault(parameter, []).append(name)
+    names_of = names_of_parameters(model)
     shapes = {name: tuple(parameter.shape) for parameter, names in names_of.items() for name in names}
     missing = [names[0] for names in names_of.values() if not checkpoint.keys() & set(names)]
     unexpected = [show(name) for name in checkpoint if name not in shapes]
@@ -209,10 +220,13 @@ def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Non
                 setattr(module, name, made[parameter])
 
 
-def _fill(parameter: nn.Parameter, stored: _Stored) -> None:
+def _fill(place: nn.Parameter | QuantizedMatrix, stored: _Stored) -> None:
     with torch.no_grad():
         for start, stop in _pieces(stored.shape):
-            _write(parameter[start:stop], stored.read_rows(start, stop), stored.name)
+            if not isinstance(place, QuantizedMatrix):
+                _write(place[start:stop], stored.read_rows(start, stop), stored.name)
+            elif stored.read_raw_rows is not None:
+                place.pack(start, stored.read_raw_rows(start, stop))
 
 
 def _write(place: Tensor, values: Tensor, name: str) -> None:
@@ -226,11 +240,11 @@ def _write(place: Tensor, values: Tensor, name: str) -> None:
         )
 
 
-def _compare(parameter: nn.Parameter, stored: _Stored, *, first_name: str) -> None:
+def _compare(place: nn.Parameter | QuantizedMatrix, stored: _Stored, *, first_name: str) -> None:
     """A tied parameter that the files hold twice must be the same twice."""
     for start, stop in _pieces(stored.shape):
-        values = stored.read_rows(start, stop).to(parameter.device, parameter.dtype)
-        if not torch.equal(parameter[start:stop], values):
+        first = place.rows(torch.arange(start, stop)) if isinstance(place, QuantizedMatrix) else place[start:stop]
+        if not torch.equal(first, stored.read_rows(start, stop).to(first.device, first.dtype)):
             raise WeightsError(
                 f"{stored.name} differs from {first_name}, but the configuration ties them: set tie_word_embeddings "
                 "to false"

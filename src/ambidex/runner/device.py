@@ -55,6 +55,14 @@ def choose_dtype(
     return checkpoint, "the checkpoint's: exact"
 
 
+def keeps_quantized(choice: DTypeChoice, *, is_quantized: bool, device: torch.device, has_native: bool) -> bool:
+    """Whether quantised matrices are multiplied as they are stored, as far as their types have a native product.
+
+    They are a fraction of 16-bit ones, and reading them is what takes the time of a decode step on a CPU.
+    """
+    return choice is DTypeChoice.AUTO and is_quantized and device.type == "cpu" and has_native
+
+
 def activation_dtype(dtype: DType, device: torch.device) -> DType:
     """The format of vectors and of what flows between layers, for matrices and KV stored as `dtype`.
 

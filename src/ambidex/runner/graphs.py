@@ -12,8 +12,6 @@ capturing fails, graphs are given up with one warning, and every step takes the 
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -23,16 +21,20 @@ from ambidex.attention.decode_inputs import DecodeInputs
 from ambidex.attention.handover import Handover
 from ambidex.attention.hybrid import HybridAttention
 from ambidex.attention.paged import PagedAttention
-from ambidex.attention.streamed import LaneBalance, StreamedAttention, StreamPool
+from ambidex.attention.streamed import LaneBalance, StreamedAttention
 from ambidex.core.errors import LaneError
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.step import ScheduledRequest
+from ambidex.kernels import api
 from ambidex.kernels.cpu.native import KeyBatch, ThreadPool
 from ambidex.models.base import AttentionOp, CausalLM
+from ambidex.runner.decode import DecodeOutput
 from ambidex.runner.input_batch import InputBatch
 from ambidex.storage.kv_pool import KVPool
+from ambidex.storage.step_stream import StepStream
 from ambidex.storage.tiled_pool import TiledKVPool
+from ambidex.storage.words import HostWords, StreamWords
 
 logger = logging.getLogger(__name__)
 
@@ -56,26 +58,6 @@ class CudaCapture:
         return replay
 
 
-class DecodeForm(StrEnum):
-    """How decode steps run: like all others, in fixed sizes, or in fixed sizes captured as CUDA graphs."""
-
-    ORDINARY = "ordinary"
-    FIXED = "fixed"
-    CAPTURED = "captured"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeOutput:
-    """What a decode step gave; row i belongs to the step's request i. Valid until the next step."""
-
-    logits: Tensor
-    """[n, V] fp32, on the device."""
-    chosen: Tensor
-    """[n] int64, on the device: the likeliest token, −1 where logits are not finite."""
-    lane_bytes: Mapping[Lane, int]
-    is_replayed: bool
-
-
 class DecodeSteps:
     """Runs decode steps in buckets.
 
@@ -85,6 +67,7 @@ class DecodeSteps:
         buckets: numbers of rows, ascending.
         max_context_len: tokens; bounds the block table.
         stream_share: of the keys in DRAM that the stream lane reads, 0 to 1; needs what `can_stream` asks for.
+        stream_blocks: blocks of a layer that it may hold at once.
         follows_lanes: that share changes from step to step so that the lanes end together.
         capture: how a step is captured, `CudaCapture()` or a test's; None: each step is launched anew.
     """
@@ -99,6 +82,7 @@ class DecodeSteps:
         buckets: Sequence[int],
         max_context_len: int,
         stream_share: float,
+        stream_blocks: int,
         follows_lanes: bool,
         capture: Capture | None,
     ) -> None:
@@ -110,7 +94,10 @@ class DecodeSteps:
         self._dram = dram if isinstance(dram, TiledKVPool) and dram.num_blocks else None
         self._handovers: dict[int, Handover] = {}
         self._balance = LaneBalance(stream_share) if follows_lanes and stream_share > 0 else None
-        self._stream = StreamPool(self._dram, pool.device) if self._dram is not None and stream_share > 0 else None
+        self._stream = None
+        if self._dram is not None and stream_share > 0 and stream_blocks > 0:
+            words = StreamWords() if pool.device.type == "cuda" else HostWords()
+            self._stream = StepStream(self._dram, stream_blocks, pool.device, words)
         self._buckets = tuple(buckets)
         self._capture = capture
         self._is_given_up = False
@@ -124,7 +111,11 @@ class DecodeSteps:
             device=pool.device,
         )
         self._batch = DecodeBatch(
-            self._inputs, block_size=kv.block_size, has_cpu_lane=self._dram is not None, stream_share=stream_share
+            self._inputs,
+            block_size=kv.block_size,
+            has_cpu_lane=self._dram is not None,
+            stream_share=stream_share,
+            max_streamed=stream_blocks,
         )
         self._num_layers = Counter(spec.windows)
         self._logits = torch.empty(buckets[-1], spec.vocab_size, dtype=torch.float32, device=pool.device)
@@ -159,7 +150,11 @@ class DecodeSteps:
             LaneError: the accelerator and the CPU lane lost each other.
         """
         batches = self._layer_batches()
-        handover = None if batches is None else self._handover(num_rows)
+        try:
+            handover = None if batches is None else self._handover(num_rows)
+        except RuntimeError as error:  # torch's: no pinned memory for its buffers
+            self._give_up(num_rows, error)
+            return None
         key = (num_rows, handover is not None)
         replay = self._replays.get(key)
         if replay is None:
@@ -171,9 +166,13 @@ class DecodeSteps:
             replay()
         else:
             handover.reset()
+            if self._stream is not None:
+                self._stream.start(self._batch.stream_runs)
             replay()
             handover.mark_launched()
             handover.answer(batches)
+            if self._stream is not None:
+                self._stream.finish()
             if self._balance is not None:
                 self._batch.stream_share = self._balance.update(handover.num_last / self._spec.num_layers)
         return True
@@ -199,8 +198,18 @@ class DecodeSteps:
             self._compute(num_rows, None)
             return
         handover.reset()
-        with handover.answering(batches):
-            self._compute(num_rows, handover)
+        if self._stream is None:
+            with handover.answering(batches):
+                self._compute(num_rows, handover)
+            return
+        self._stream.start(self._batch.stream_runs)
+        try:
+            with handover.answering(batches):
+                self._compute(num_rows, handover)
+        except BaseException:
+            self._stream.cancel()
+            raise
+        self._stream.finish()
 
     def _layer_batches(self) -> list[KeyBatch] | None:
         """The CPU lane's keys of each layer; None if it has nothing to do."""
@@ -244,9 +253,7 @@ class DecodeSteps:
         hidden = self._forward(self._model, batch, attention)
         logits = self._logits[:num_rows]
         logits.copy_(self._model.logits(hidden))
-        low, high = torch.aminmax(logits, dim=-1)  # both NaN if any number is
-        is_finite = (low > -torch.inf) & (high < torch.inf)
-        self._chosen[:num_rows].copy_(logits.argmax(dim=-1).masked_fill_(~is_finite, -1))
+        self._chosen[:num_rows].copy_(api.likeliest(logits))
 
     def _try_capture(
         self, capture: Capture, num_rows: int, handover: Handover | None, batches: Sequence[KeyBatch] | None
@@ -261,12 +268,16 @@ class DecodeSteps:
         except LaneError:
             raise
         except Exception as error:  # of torch, the driver, or Triton's compiler: the ordinary path is always there
-            self.num_failures += 1
-            self._is_given_up = True
-            self._replays.clear()
-            logger.warning("CUDA graphs are given up, decode is slower: a step of %d rows failed: %s", num_rows, error)
+            self._give_up(num_rows, error)
             return False
         return True
+
+    def _give_up(self, num_rows: int, error: Exception) -> None:
+        """From now on every step takes the ordinary path."""
+        self.num_failures += 1
+        self._is_given_up = True
+        self._replays.clear()
+        logger.warning("CUDA graphs are given up, decode is slower: a step of %d rows failed: %s", num_rows, error)
 
 
 def make_buckets(max_running_requests: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from ambidex.core.ids import Lane, RequestId
 from ambidex.core.step import SampledToken, StepPlan, StepResult
 from ambidex.core.trace import NullTracer, Tracer, Track
 from ambidex.models.base import AttentionOp, CausalLM
-from ambidex.runner.graphs import DecodeOutput, DecodeSteps
+from ambidex.runner.decode import DecodeOutput, FixedSteps
 from ambidex.runner.input_batch import InputBatch
 from ambidex.runner.sampler import Sampler
 from ambidex.runner.torch_threads import TorchThreads
@@ -76,7 +76,7 @@ class ModelRunner:
         copies: CopyEngine,
         device: torch.device,
         forward: Forward,
-        decode_steps: DecodeSteps | None = None,
+        decode_steps: FixedSteps | None = None,
         torch_threads: TorchThreads | None = None,
         tracer: Tracer | None = None,
         device_clock: CudaClock | None = None,
@@ -96,8 +96,8 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens and carry out its moves.
 
-        A request for which the accelerator has no memory left fails, the largest of the step first; the others are
-        computed again without it. All requests of a step fail whose lanes lost each other.
+        When the accelerator has no memory left, the request with the most tokens in the step is left out and the others
+        are computed again without it. All requests of a step fail whose lanes lost each other.
         """
         if self._device_clock is not None:
             self._device_clock.begin_step()
@@ -109,6 +109,7 @@ class ModelRunner:
         moves = self._copies.run(plan.moves)
         clock.lap("moves")
         failures: dict[RequestId, str] = {}
+        out_of_memory: dict[RequestId, str] = {}
         computed = _Computed()
         while plan.requests:
             try:
@@ -117,9 +118,8 @@ class ModelRunner:
                 break
             except torch.OutOfMemoryError as error:
                 self._attention.settle()
-                largest = max(plan.requests, key=lambda request: len(request.token_ids) + request.start)
-                failures[largest.request_id] = f"no memory left on the accelerator for this request: {error}"
-                logger.warning("request %s failed: out of accelerator memory", largest.request_id)
+                largest = max(plan.requests, key=lambda request: (len(request.token_ids), request.start))
+                out_of_memory[largest.request_id] = str(error)
                 plan = replace(plan, requests=tuple(r for r in plan.requests if r is not largest))
             except LaneError as error:
                 failures |= {request.request_id: str(error) for request in plan.requests}
@@ -131,6 +131,7 @@ class ModelRunner:
         return StepResult(
             tokens=computed.tokens,
             failures=failures | computed.failures,
+            out_of_memory=out_of_memory,
             finished_moves=moves.finished,
             failed_moves=moves.failed,
             seconds=clock.seconds,
@@ -140,12 +141,12 @@ class ModelRunner:
         )
 
     def _compute(self, plan: StepPlan, clock: SectionClock) -> _Computed:
+        if self._torch_threads is not None:
+            self._torch_threads.choose(plan.num_tokens)
         output = self.decode_steps.try_run(plan.requests) if self.decode_steps is not None else None
         if output is not None:
             clock.lap("forward")
             return self._finish_decode(plan, output, clock)
-        if self._torch_threads is not None:
-            self._torch_threads.choose(plan.num_tokens)
         batch = InputBatch.of(plan.requests, self._device)
         self._attention.begin(plan.requests)
         clock.lap("prepare")

@@ -9,6 +9,8 @@ first always advances, and each ends.
 
 A request begins behind the blocks that the prefix cache has of it, also when it begins again after it has yielded.
 
+A request for whose chunk the accelerator had no memory tries again with half of it, down to one block, then fails.
+
 Each plan must come back through `update` before the next `schedule`, an empty one too (as `StepResult()` if there is
 nothing to report). A move that a result does not name stays in flight, and its blocks with it.
 """
@@ -72,6 +74,7 @@ class Scheduler:
         self._failed: list[Request] = []  # failed while scheduling, to be reported by `update`
         self._num_preemptions = 0
         self._num_cached_tokens = 0
+        self._num_smaller_chunks = 0
 
     @property
     def has_work(self) -> bool:
@@ -113,6 +116,11 @@ class Scheduler:
             InternalError: they are not.
         """
         self._kv.check()
+
+    @property
+    def num_smaller_chunks(self) -> int:
+        """Times that the accelerator had no memory for a chunk, so that a smaller one was tried."""
+        return self._num_smaller_chunks
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -189,7 +197,14 @@ class Scheduler:
             entry = in_step[chunk.request_id]
             if entry.request.status is not RequestStatus.RUNNING:  # ended while the step ran
                 continue
-            if (error := result.failures.get(chunk.request_id)) is not None:
+            error = result.failures.get(chunk.request_id)
+            if (reason := result.out_of_memory.get(chunk.request_id)) is not None and error is None:
+                if self._try_smaller(entry, chunk, reason):
+                    continue
+                error = (
+                    f"no memory left on the accelerator for {_tokens(len(chunk.token_ids))} of this request: {reason}"
+                )
+            if error is not None:
                 self._end(entry, FinishReason.ERROR, error)
             else:
                 self._advance(entry, chunk, result.tokens.get(chunk.request_id))
@@ -311,6 +326,20 @@ class Scheduler:
         if reason:
             self._end(entry, reason)
 
+    def _try_smaller(self, entry: Entry, chunk: ScheduledRequest, reason: str) -> bool:
+        """Let the request go on with half the chunk, in whole blocks; False if it was one block or less."""
+        num_tokens, size = len(chunk.token_ids), self._kv.block_size
+        if num_tokens <= size:
+            return False
+        entry.max_chunk = max(size, num_tokens // 2 // size * size)
+        self._num_smaller_chunks += 1
+        level = logging.WARNING if self._num_smaller_chunks == 1 else logging.INFO
+        logger.log(
+            level, "request %s goes on with chunks of %s: no memory on the accelerator for %d: %s",
+            entry.request_id, _tokens(entry.max_chunk), num_tokens, reason,
+        )  # fmt: skip
+        return True
+
     def _finish_reason(self, request: Request) -> FinishReason | None:
         num_output = len(request.output_token_ids)
         if request.output_token_ids[-1] in request.stop_ids and num_output > request.params.min_output_tokens:
@@ -348,7 +377,12 @@ class Scheduler:
 
 def _next_len(entry: Entry, draft: _Draft) -> int:
     num_computed = entry.request.num_computed_tokens
-    return num_computed + draft.budget.offer(entry.request.num_tokens - num_computed)
+    num_wanted = entry.request.num_tokens - num_computed
+    return num_computed + draft.budget.offer(min(num_wanted, entry.max_chunk or num_wanted))
+
+
+def _tokens(num: int) -> str:
+    return f"{num} token{'s' * (num != 1)}"
 
 
 def _lease(entry: Entry) -> KVLease:
@@ -358,10 +392,11 @@ def _lease(entry: Entry) -> KVLease:
 
 
 def _check_result(plan: StepPlan, result: StepResult) -> None:
-    answered = result.tokens.keys() | result.failures.keys()
+    unable = result.failures.keys() | result.out_of_memory.keys()
+    answered = result.tokens.keys() | unable
     missing = {chunk.request_id for chunk in plan.requests if chunk.is_sampled} - answered
     unasked = result.tokens.keys() - {chunk.request_id for chunk in plan.requests if chunk.is_sampled}
-    unknown = result.failures.keys() - {chunk.request_id for chunk in plan.requests}
+    unknown = unable - {chunk.request_id for chunk in plan.requests}
     if missing or unasked or unknown:
         raise InternalError(
             f"the result does not fit the plan: no token for {sorted(missing)}, a token unasked for {sorted(unasked)}, "

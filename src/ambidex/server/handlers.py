@@ -186,6 +186,7 @@ class Handlers:
                 "num_cache_mismatches": stats.num_cache_mismatches,
                 "num_moves": stats.num_moves,
                 "num_failed_moves": stats.num_failed_moves,
+                "fallbacks": dict(stats.fallbacks),
                 "tiers": {
                     tier: {
                         "weights_bytes": status.weights_bytes.get(tier, 0),

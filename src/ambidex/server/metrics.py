@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from ambidex.core.ids import Fallback
 from ambidex.engine.status import EngineStatus
 
 LATENCY_S: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
@@ -105,6 +106,12 @@ class _EngineCollector(Collector):
         for section, seconds in stats.seconds.items():
             sections.add_metric((section,), seconds)
         yield sections
+        fallbacks = CounterMetricFamily(
+            "ambidex_fallbacks", "times that the engine took the next path", labels=("kind",)
+        )
+        for kind in Fallback:
+            fallbacks.add_metric((kind,), stats.fallbacks[kind])
+        yield fallbacks
         for name, text, count in (
             ("steps", "steps of the engine", stats.num_steps),
             ("computed_tokens", "tokens computed, prompts included", stats.num_computed_tokens),
@@ -116,5 +123,7 @@ class _EngineCollector(Collector):
             ("block_moves", "blocks copied between tiers", stats.num_moves),
             ("failed_block_moves", "copies that failed", stats.num_failed_moves),
             ("failed_requests", "requests that failed in a step", stats.num_failed_requests),
+            ("verified_blocks", "checksums of blocks that were compared", stats.num_verified_blocks),
+            ("corrupt_blocks", "blocks that had changed since they were written", stats.num_corrupt_blocks),
         ):
             yield CounterMetricFamily(f"ambidex_{name}", text, value=count)

@@ -61,13 +61,14 @@ class CopyEngine:
     def __init__(self, pools: Mapping[Tier, KVPool], *, copy: CopyBlock = copy_block) -> None:
         self._pools = dict(pools)
         self._copy = copy
+        self._last_failure = ""
         devices = {pool.device for pool in self._pools.values() if pool.device.type == "cuda"}
         self._stream: torch.cuda.Stream | None = None
         if devices:
             self._stream = torch.cuda.Stream(devices.pop())  # type: ignore[no-untyped-call]  # torch has no types here
 
     def run(self, moves: Sequence[BlockMove]) -> MoveOutcome:
-        """Carry out the moves, each for itself: one that fails is logged and reported, and the others go on.
+        """Carry out the moves, each for itself: one that fails is reported and the others go on.
 
         Cost: copies `len(moves)` blocks and waits for them.
         """
@@ -93,8 +94,11 @@ class CopyEngine:
         try:
             self._copy(self._pool(source.tier), source.block_id, self._pool(target.tier), target.block_id)
         except (CopyError, RuntimeError) as error:
-            logger.warning("move %d of block %d from %s to %s failed: %s",
-                           move.move_id, source.block_id, source.tier, target.tier, error)  # fmt: skip
+            # A link that is down fails every copy of every step: the same words are said once.
+            level = logging.DEBUG if str(error) == self._last_failure else logging.WARNING
+            self._last_failure = str(error)
+            logger.log(level, "move %d of block %d from %s to %s failed: %s",
+                       move.move_id, source.block_id, source.tier, target.tier, error)  # fmt: skip
             return False
         return True
 

@@ -5,7 +5,7 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -17,8 +17,7 @@ from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVSpec
 from ambidex.core.units import format_size
 from ambidex.kernels import api
-from ambidex.storage.huge_pages import advise_huge_pages
-from ambidex.storage.pinned import register_pinned
+from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
 
 TORCH_DTYPES: Final[Mapping[DType, torch.dtype]] = {
     DType.FP32: torch.float32,
@@ -37,9 +36,9 @@ class KVPool(ABC):
         spec: layers, heads, head_dim, dtype, block size and order of the numbers.
         num_blocks: may be 0.
         device: where the tensors lie; the host for DRAM.
-        pinned: ask for pinned host memory; `is_pinned` and `num_pin_failures` say what came of it. Host memory is asked
-            for in huge pages; `has_huge_pages` says whether the system agreed.
-        register: pins a tensor for as long as an owner lives; the CUDA driver's way unless a test gives another.
+        pinned: ask for pinned host memory; `is_pinned` and `pin_refusals` (a reason for each tensor) say what came of
+            it. Host memory is asked for in huge pages; `page_refusal` says why the system gives none.
+        memory: who is asked.
     Raises:
         TierFullError: the device has not that many bytes.
     """
@@ -52,7 +51,7 @@ class KVPool(ABC):
         *,
         device: torch.device,
         pinned: bool,
-        register: Callable[[Tensor, object], bool] = register_pinned,
+        memory: HostMemory = HOST_MEMORY,
     ) -> None:
         self.spec = spec
         self.tier = tier
@@ -61,14 +60,21 @@ class KVPool(ABC):
         self.k = self._allocate()  # [L, Hkv, N, P, row_size]
         self.v = self._allocate()  # [L, Hkv, N, P, row_size]
         self._layers = tuple(zip(self.k, self.v, strict=True))
-        self.has_huge_pages = device.type == "cpu" and all(advise_huge_pages(part) for part in (self.k, self.v))
-        self.num_pin_failures = sum(not register(part, self) for part in (self.k, self.v)) if pinned else 0
-        self.is_pinned = pinned and self.num_pin_failures == 0
+        self.page_refusal = memory.advise(self.k) or memory.advise(self.v) if device.type == "cpu" else None
+        self._memory = memory
+        self._is_to_be_pinned = pinned
+        self.pin_refusals: tuple[str, ...] = ()
+        self._pin(self.k, self.v)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of K and V of all blocks."""
         return self.num_blocks * self.spec.bytes_per_block
+
+    @property
+    def is_pinned(self) -> bool:
+        """The copy engine and the accelerator's kernels reach all tensors in host memory."""
+        return self._is_to_be_pinned and not self.pin_refusals
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -99,6 +105,12 @@ class KVPool(ABC):
     @abstractmethod
     def write_block(self, block_id: int, k: Tensor, v: Tensor) -> None:
         """Fill a block with rows [L, Hkv, P, D] of any device and floating format."""
+
+    def _pin(self, *parts: Tensor) -> None:
+        """Pin tensors, if that is asked for."""
+        if self._is_to_be_pinned:
+            reasons = [self._memory.pin(part, self) for part in parts]
+            self.pin_refusals += tuple(reason for reason in reasons if reason is not None)
 
     def _allocate(self) -> Tensor:
         spec = self.spec

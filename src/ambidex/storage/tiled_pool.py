@@ -1,6 +1,5 @@
 """`TiledKVPool`: a pool in host memory in tile order, which the native CPU attention reads at the speed of the bus."""
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -12,8 +11,8 @@ from ambidex.kernels import api, tiles
 from ambidex.kernels.cpu.native import AttentionPool
 from ambidex.kernels.dispatch import choose
 from ambidex.kernels.reference import kv_tiles
+from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
 from ambidex.storage.kv_pool import TORCH_DTYPES, KVPool
-from ambidex.storage.pinned import register_pinned
 
 
 class TiledKVPool(KVPool):
@@ -31,16 +30,14 @@ class TiledKVPool(KVPool):
         *,
         native: AttentionPool,
         pinned: bool,
-        register: Callable[[Tensor, object], bool] = register_pinned,
+        memory: HostMemory = HOST_MEMORY,
     ) -> None:
-        super().__init__(spec, tier, num_blocks, device=torch.device("cpu"), pinned=pinned, register=register)
+        super().__init__(spec, tier, num_blocks, device=torch.device("cpu"), pinned=pinned, memory=memory)
         self.native = native
         scales = (spec.num_layers, spec.num_kv_heads, num_blocks, spec.block_size)
         self.k_scales = torch.empty(scales) if spec.dtype.num_scale_bytes else None  # [L, Hkv, N, P] fp32
         self.v_scales = torch.empty(scales) if spec.dtype.num_scale_bytes else None
-        if pinned:
-            self.num_pin_failures += sum(not register(part, self) for part in self.tensors[2:])
-            self.is_pinned = self.num_pin_failures == 0
+        self._pin(*self.tensors[2:])
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

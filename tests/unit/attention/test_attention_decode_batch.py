@@ -11,16 +11,19 @@ from ambidex.attention.decode_inputs import DecodeInputs, DecodeRows
 from ambidex.core.ids import BlockId, RequestId, Tier
 from ambidex.core.step import BlockRef, ScheduledRequest
 from ambidex.kernels.cpu.native import KeyBatch
+from ambidex.storage.step_stream import BlockRun
 
 BLOCK_SIZE = 4
 MAX_ROWS = 8
 
 
 def make_batch(
-    *windows: int | None, has_cpu_lane: bool = False, stream_share: float = 0.0
+    *windows: int | None, has_cpu_lane: bool = False, stream_share: float = 0.0, max_streamed: int = 10
 ) -> tuple[DecodeInputs, DecodeBatch]:
     inputs = DecodeInputs(max_rows=MAX_ROWS, max_blocks=10, windows=windows, device=torch.device("cpu"))
-    return inputs, DecodeBatch(inputs, block_size=BLOCK_SIZE, has_cpu_lane=has_cpu_lane, stream_share=stream_share)
+    return inputs, DecodeBatch(
+        inputs, block_size=BLOCK_SIZE, has_cpu_lane=has_cpu_lane, stream_share=stream_share, max_streamed=max_streamed
+    )
 
 
 def request(name: str, start: int, ids: list[int], *, dram: int = 0, num_tokens: int = 1) -> ScheduledRequest:
@@ -165,11 +168,26 @@ def test_the_stream_lane_takes_its_share_of_the_first_blocks_in_dram() -> None:
     assert batch.try_prepare([first, request("b", 5, [4, 1], dram=1)], 4)
     rows = inputs.device(4)
     assert rows.num_streamed.tolist() == [2 * BLOCK_SIZE, 0, 0, 0]
-    assert rows.stream_table[0, :2].tolist() == [8, 2]
+    assert rows.stream_table[0, :2].tolist() == [0, 1]
+    assert batch.stream_runs == (BlockRun(first=2, place=0, num=1), BlockRun(first=8, place=1, num=1))
     assert batch.num_keys == {None: {Tier.GPU: 4, Tier.DRAM: 3 * BLOCK_SIZE + BLOCK_SIZE}}
     assert batch.num_streamed == 2 * BLOCK_SIZE
     assert batch.try_prepare([request("c", 1, [5])], 4)
     assert inputs.device(4).num_streamed.eq(0).all()
+
+
+def test_what_is_streamed_fits_into_the_buffers_and_travels_in_runs() -> None:
+    inputs, batch = make_batch(None, has_cpu_lane=True, stream_share=1.0, max_streamed=6)
+    first = request("a", 33, [8, 2, 6, 7, 9, 3, 0, 1, 5], dram=8)
+    assert batch.try_prepare([first, request("b", 17, [20, 21, 22, 23, 4], dram=4)], 2)
+    rows = inputs.device(2)
+    assert rows.num_streamed.tolist() == [4 * BLOCK_SIZE, 2 * BLOCK_SIZE]
+    assert rows.stream_table[0, :4].tolist() == [0, 1, 2, 3]
+    assert rows.stream_table[1, :2].tolist() == [4, 5]
+    assert batch.stream_runs == (
+        BlockRun(first=2, place=0, num=1), BlockRun(first=6, place=1, num=3), BlockRun(first=20, place=4, num=2),
+    )  # fmt: skip
+    assert batch.num_keys[None][Tier.DRAM] == (8 + 4 - 6) * BLOCK_SIZE
 
 
 def test_layers_with_windows_do_not_stream() -> None:

@@ -11,7 +11,7 @@ from ambidex.attention.decode_inputs import DecodeInputs
 from ambidex.attention.handover import Handover
 from ambidex.attention.hybrid import HybridAttention
 from ambidex.attention.paged import PagedAttention
-from ambidex.attention.streamed import LaneBalance, StreamedAttention, StreamPool
+from ambidex.attention.streamed import LaneBalance, StreamedAttention
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import LaneError
 from ambidex.core.ids import BlockId, RequestId, Tier
@@ -19,7 +19,9 @@ from ambidex.core.kv_spec import KVOrder, KVSpec
 from ambidex.core.step import BlockRef, ScheduledRequest
 from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
 from ambidex.storage.kv_pool import RowKVPool
+from ambidex.storage.step_stream import StepStream
 from ambidex.storage.tiled_pool import TiledKVPool
+from ambidex.storage.words import HostWords
 from truth import assert_within_twice_plain, naive_attend
 
 BLOCK_SIZE, NUM_ROWS, NUM_LAYERS = 16, 4, 3
@@ -64,13 +66,16 @@ class World:
                 )
             )  # fmt: skip
         self.inputs = DecodeInputs(max_rows=NUM_ROWS, max_blocks=12, windows=(None,), device=CPU)
-        self.batch = DecodeBatch(self.inputs, block_size=BLOCK_SIZE, has_cpu_lane=True, stream_share=stream_share)
+        self.batch = DecodeBatch(
+            self.inputs, block_size=BLOCK_SIZE, has_cpu_lane=True, stream_share=stream_share, max_streamed=24
+        )
+        self.stream = StepStream(self.dram, 24, CPU, HostWords())
         self.handover = Handover(SPEC, self.dram, NUM_ROWS, dtype=DTYPE, device=CPU)
         device = self.inputs.device(NUM_ROWS)
         self.attention = HybridAttention(
             PagedAttention(SPEC, self.gpu, device),
             self.handover,
-            StreamedAttention(SPEC, StreamPool(self.dram, CPU), device) if stream_share else None,
+            StreamedAttention(SPEC, self.stream, device) if stream_share else None,
         )
         self.q = torch.randn(NUM_LAYERS, NUM_ROWS, 6, 32, generator=generator).to(DTYPE)
 
@@ -92,10 +97,12 @@ def test_three_lanes_give_attention_over_the_whole_context(stream_share: float) 
     assert world.batch.key_batches is not None
     for _ in range(2):  # steps
         world.handover.reset()
+        world.stream.start(world.batch.stream_runs)
         with world.handover.answering([world.batch.key_batches[None]] * NUM_LAYERS):
             outs = [
                 world.attention.attend(layer, world.q[layer], *world.new_rows(layer)) for layer in range(NUM_LAYERS)
             ]
+        world.stream.finish()
         for layer, out in enumerate(outs):
             assert out[len(LENGTHS) :].eq(0).all()
             for row, (k, v) in enumerate(world.contexts):

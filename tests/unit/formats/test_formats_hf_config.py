@@ -312,7 +312,6 @@ UNSUPPORTED = {
     ),
     "no architecture": ({}, "architecture ''"),
     "quantised": (llama(quantization_config={"quant_method": "gptq"}), "quantised by 'gptq'"),
-    "alibi": (falcon(alibi=True), "alibi"),
     "dynamic rope": (llama(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope type 'dynamic'"),
     "longrope": (llama(rope_parameters={"rope_type": "longrope"}), "rope type 'longrope'"),
     "rope by layer": (llama(rope_parameters={"full_attention": {"rope_theta": 1e4}}), "differ between kinds of layers"),

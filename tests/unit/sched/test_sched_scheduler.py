@@ -433,6 +433,31 @@ def test_running_request_that_outgrows_all_tiers_fails() -> None:
     assert not scheduler.has_work
 
 
+def test_a_chunk_without_memory_is_halved_in_whole_blocks_and_one_block_fails() -> None:
+    scheduler, kv = make_scheduler(max_tokens_per_step=30)
+    scheduler.add(make_request(A, 29))
+    lengths = []
+    while scheduler.num_running or scheduler.num_waiting:
+        plan = scheduler.schedule()
+        lengths.append(len(plan.requests[0].token_ids))
+        changed = scheduler.update(plan, StepResult(out_of_memory={A: "full"}))
+    assert lengths == [29, 12, 4]  # blocks of 4
+    assert scheduler.num_smaller_chunks == 2
+    assert changed[0].error == "no memory left on the accelerator for 4 tokens of this request: full"
+    assert kv.num_free_blocks == kv.num_blocks
+
+
+def test_a_request_keeps_its_smaller_chunks_and_others_their_own() -> None:
+    scheduler, _ = make_scheduler(max_tokens_per_step=30)
+    scheduler.add(make_request(A, 29))
+    plan = scheduler.schedule()
+    scheduler.update(plan, StepResult(out_of_memory={A: "full"}))
+    scheduler.add(make_request(B, 10))
+    assert shares(step(scheduler)) == [(A, 0, 12, False), (B, 0, 10, True)]
+    assert shares(step(scheduler)) == [(A, 12, 12, False), (B, 10, 1, True)]
+    assert shares(step(scheduler))[0] == (A, 24, 5, True)
+
+
 def test_failed_move_is_tried_once_in_each_step() -> None:
     scheduler, kv = make_scheduler(gpu=3, recent=1)
     scheduler.add(make_request(A, 4, params=SamplingParams(max_output_tokens=12)))

@@ -1,5 +1,7 @@
 """`KVPool`: shapes, bytes, pinning and running out of memory."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,6 +9,8 @@ from ambidex.core.dtypes import DType
 from ambidex.core.errors import TierFullError
 from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVSpec
+from ambidex.storage.host_memory import HostMemory
+from ambidex.storage.huge_pages import advise_huge_pages
 from ambidex.storage.kv_pool import RowKVPool
 from ambidex.storage.pinned import register_pinned
 
@@ -45,26 +49,26 @@ def test_kv_pool_when_memory_is_short_raises() -> None:
 
 
 def test_kv_pool_when_pinning_fails_goes_on_and_counts() -> None:
-    pool = RowKVPool(make_kv_spec(), Tier.DRAM, 5, device=CPU, pinned=True, register=lambda _tensor, _owner: False)
+    refusing = HostMemory(pin=lambda _tensor, _owner: "no")
+    pool = RowKVPool(make_kv_spec(), Tier.DRAM, 5, device=CPU, pinned=True, memory=refusing)
     assert not pool.is_pinned
-    assert pool.num_pin_failures == 2
+    assert pool.pin_refusals == ("no", "no")
 
 
 def test_kv_pool_when_pinning_works_is_pinned() -> None:
     seen: list[int] = []
-    pool = RowKVPool(
-        make_kv_spec(), Tier.DRAM, 5, device=CPU, pinned=True,
-        register=lambda tensor, _owner: seen.append(tensor.nbytes) is None,
-    )  # fmt: skip
+    memory = HostMemory(pin=lambda tensor, _owner: seen.append(tensor.nbytes))
+    pool = RowKVPool(make_kv_spec(), Tier.DRAM, 5, device=CPU, pinned=True, memory=memory)
     assert pool.is_pinned
-    assert pool.num_pin_failures == 0
+    assert pool.pin_refusals == ()
     assert sum(seen) == pool.num_bytes
 
 
 def test_kv_pool_not_asked_to_pin_is_not_pinned() -> None:
-    pool = RowKVPool(make_kv_spec(), Tier.DRAM, 5, device=CPU, pinned=False, register=lambda _tensor, _owner: True)
+    refusing = HostMemory(pin=lambda _tensor, _owner: "no")
+    pool = RowKVPool(make_kv_spec(), Tier.DRAM, 5, device=CPU, pinned=False, memory=refusing)
     assert not pool.is_pinned
-    assert pool.num_pin_failures == 0
+    assert pool.pin_refusals == ()
 
 
 @pytest.mark.gpu
@@ -79,14 +83,26 @@ def test_kv_pool_pinned_for_cuda_is_pinned_and_pins_again_after_release() -> Non
 @pytest.mark.gpu
 def test_kv_pool_when_the_driver_refuses_to_pin_leaves_cuda_usable() -> None:
     pool = RowKVPool(make_kv_spec(), Tier.DRAM, 100, device=CPU, pinned=True)
-    assert not register_pinned(pool.k, pool)  # registered already
+    assert "already" in (register_pinned(pool.k, pool) or "")
     assert torch.ones(3, device="cuda").sum().item() == 3
 
 
-def test_huge_pages_are_advised_for_host_memory_that_has_room_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = KVSpec(num_layers=2, num_kv_heads=2, head_dim=64, dtype=DType.FP32, block_size=64)
-    pool = RowKVPool(spec, Tier.DRAM, 64, device=CPU, pinned=False)
-    assert pool.k.nbytes >= 2 * 2**21
-    assert pool.has_huge_pages
-    monkeypatch.setattr("ambidex.storage.huge_pages._ADVISE_HUGE", 9999)  # no such advice: the system refuses
-    assert not RowKVPool(spec, Tier.DRAM, 64, device=CPU, pinned=False).has_huge_pages
+def test_huge_pages_are_advised_for_host_memory_that_has_room_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large, small = torch.empty(2**22, dtype=torch.uint8), torch.empty(2**20, dtype=torch.uint8)
+    setting = tmp_path / "enabled"
+    setting.write_text("always [madvise] never\n")
+    assert advise_huge_pages(large, setting=setting) is None
+    assert advise_huge_pages(large, setting=tmp_path / "missing") is None
+    setting.write_text("always madvise [never]\n")
+    assert "says never" in (advise_huge_pages(large, setting=setting) or "")
+    assert advise_huge_pages(small, setting=setting) is None
+    monkeypatch.setattr("ambidex.storage.huge_pages._ADVISE_HUGE", 9999)  # no such advice
+    assert "the system refuses: Invalid argument" in (advise_huge_pages(large, setting=tmp_path / "missing") or "")
+
+
+def test_kv_pool_says_why_it_has_no_huge_pages_in_host_memory() -> None:
+    refusing = HostMemory(advise=lambda _tensor: "no")
+    assert RowKVPool(make_kv_spec(), Tier.DRAM, 5, device=CPU, pinned=False, memory=refusing).page_refusal == "no"
+    assert RowKVPool(make_kv_spec(), Tier.DRAM, 5, device=CPU, pinned=False).page_refusal is None

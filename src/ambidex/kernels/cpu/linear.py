@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ambidex.core.errors import ShapeError
-from ambidex.kernels.cpu import native
+from ambidex.kernels.cpu import memory, native
 from ambidex.kernels.cpu.native import array_of, check_loaded, number_of
+from ambidex.kernels.cpu.quantized import QuantizedMatrix, Weight
 
 with suppress(ImportError):  # `native` says so when the module is used
     from ambidex import _native
@@ -19,32 +21,49 @@ class Matrices:
     """Weights of one width, with their biases, that are multiplied with the same x in one call.
 
     Args:
-        weights: each [N, K] in CPU memory, contiguous, all fp32, all bf16 or all fp16.
+        weights: each [N, K] in CPU memory, contiguous; all fp32, all bf16, all fp16, or all quantised and of one kind.
         biases: [N] fp32 or None for each weight.
     Raises:
         NativeModuleError: the compiled module is missing or does not load.
         ShapeError: the tensors do not fit each other.
     """
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+    def __init__(self, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> None:
         check_loaded()
-        if len({weight.dtype for weight in weights}) != 1:
-            raise ShapeError(f"weights: expected one dtype, got {[weight.dtype for weight in weights]}")
-        arrays = [array_of(weight) for weight in weights]
+        formats = [format_of(weight) for weight in weights]
+        if len(set(formats)) != 1:
+            raise ShapeError(f"weights: expected one format, got {formats}")
         bias_arrays = [None if bias is None else array_of(bias) for bias in biases]
         try:
-            self.native = _native.Matrices(arrays, number_of(weights[0]), bias_arrays)
+            self.native = _bind(weights, bias_arrays)
         except (TypeError, ValueError) as error:
             raise ShapeError(f"matrices: {error}") from error
         self.num_out = tuple(weight.shape[0] for weight in weights)
         self._places = tuple(weight.data_ptr() for weight in weights)
         self._bias_places = tuple(bias is not None and bias.data_ptr() for bias in biases)
 
-    def lies_at(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
+    def lies_at(self, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> bool:
         """Whether the tensors still are the memory that these matrices were made of."""
         return self._places == tuple(weight.data_ptr() for weight in weights) and self._bias_places == tuple(
             bias is not None and bias.data_ptr() for bias in biases
         )
+
+
+def format_of(weight: Weight) -> str:
+    """What the numbers of a weight are: matrices of one call have one format.
+
+    Raises:
+        ShapeError: there is no native product for it.
+    """
+    return weight.kind if isinstance(weight, QuantizedMatrix) else number_of(weight)
+
+
+def _bind(weights: Sequence[Weight], biases: list[npt.NDArray[np.generic] | None]) -> "_native.Matrices":
+    if packed := [weight for weight in weights if isinstance(weight, QuantizedMatrix)]:
+        num_out = [weight.shape[0] for weight in packed]
+        return _native.Matrices.quantized([weight.data.numpy() for weight in packed], packed[0].kind, num_out, biases)
+    dense = [weight for weight in weights if isinstance(weight, Tensor)]
+    return _native.Matrices([array_of(weight) for weight in dense], number_of(dense[0]), biases)
 
 
 class LinearPool:
@@ -65,6 +84,10 @@ class LinearPool:
     ) -> tuple[Tensor, ...]:
         """x · Wᵀ + bias for each matrix; products and sums in fp32.
 
+        With quantised matrices x is turned into integers of 15 bits and a sign, with one scale for each 32 numbers:
+        that changes a number of x by at most 2^-16 of the largest of its 32. Products of a block are summed exactly,
+        all else in fp32. A token's result does not depend on the tokens beside it.
+
         Args:
             x: [T, K] fp32 in CPU memory, contiguous.
             residual: [T, N] fp32, added to the product of the only matrix.
@@ -75,8 +98,8 @@ class LinearPool:
             ShapeError: tensors do not fit the matrices.
         Cost: reads each weight from memory once, the GIL released; blocks of 4 tokens read it again from cache.
         """
-        # numpy's empty and torch's from_numpy take a third of the time of torch's empty and numpy().
-        ys = [np.empty((x.shape[0], num_out), np.float32) for num_out in matrices.num_out]
+        ys = [memory.new_fp32((x.shape[0], num_out)) for num_out in matrices.num_out]
+        memory.keep(matrices)
         try:
             self._native.multiply(
                 matrices.native, x.numpy(), ys, None if residual is None else residual.numpy(), isa=isa

@@ -8,7 +8,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ambidex.core.errors import NativeModuleError, ShapeError
+from ambidex.core.errors import ConfigError, NativeModuleError, ShapeError
+from ambidex.kernels.cpu import memory
 from ambidex.kernels.shapes import check_shapes
 
 # A machine without the module still imports this file and uses the reference ops: only use is an error.
@@ -29,13 +30,17 @@ NUMBER_NAMES: Final[Mapping[torch.dtype, str]] = {
 
 
 def isa() -> str:
-    """The instruction set that native ops use on this machine, one of `available_isas()`.
+    """The instruction set that native ops use: the fastest of `available_isas()`, or of those up to `AMBIDEX_MAX_ISA`.
 
     Raises:
         NativeModuleError: the compiled module is missing or does not load.
+        ConfigError: that variable names no instruction set.
     """
     check_loaded()
-    return _native.isa()
+    try:
+        return _native.isa()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def available_isas() -> tuple[str, ...]:
@@ -68,8 +73,7 @@ def merge_states(
     check_loaded()
     check_shapes(out_a=(out_a, "T Hq D"), lse_a=(lse_a, "T Hq"), out_b=(out_b, "T Hq D"), lse_b=(lse_b, "T Hq"))
     _check_layout(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    # numpy's empty and torch's from_numpy take a third of the time of torch's empty and numpy().
-    out, lse = np.empty(out_a.shape, np.float32), np.empty(lse_a.shape, np.float32)
+    out, lse = memory.new_fp32(out_a.shape), memory.new_fp32(lse_a.shape)
     rows = (lse.size, out_a.shape[2])  # [R, D]
     _native.merge_states(
         out_a.numpy().reshape(rows),
@@ -86,6 +90,9 @@ def merge_states(
 def padded_dim(head_dim: int) -> int:
     """Numbers a row takes in a tiled pool: head_dim, padded with zeros to a multiple of 32."""
     return -(-head_dim // 32) * 32
+
+
+Array64 = npt.NDArray[np.int64]
 
 
 class KeyBatch:
@@ -122,13 +129,28 @@ class KeyBatch:
             raise ShapeError(f"key batch: {error}") from error
         self.num_rows = int(row_offsets[-1])
 
+    def assign(
+        self, block_ids: Array64, block_offsets: Array64, first_key: Array64, num_keys: Array64, row_offsets: Array64
+    ) -> None:
+        """Name other keys, of blocks of the same size: a recorded step sees them in its next run.
+
+        Args: as those of the class, as arrays.
+        Raises:
+            ShapeError: the numbers do not fit each other; the batch is empty then.
+        """
+        try:
+            self.native.assign(block_ids, block_offsets, first_key, num_keys, row_offsets)
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"key batch: {error}") from error
+        self.num_rows = int(row_offsets[-1])
+
 
 class ThreadPool:
     """Pinned threads that native ops share: one pool for a process, handed to everything that computes on its cores.
 
     Args:
         num_threads: threads that a call uses, the caller's included. The others are pinned, each to a processor of its
-            own out of those this process may use, if there are as many.
+            own out of those this process may use; `num_pin_failures` says where that could not be.
         spin_us: how long a thread looks for new work before it sleeps; waking it costs 10 to 50 µs.
     Raises:
         NativeModuleError: the compiled module is missing or does not load.
@@ -146,7 +168,8 @@ class ThreadPool:
 
     @property
     def num_pin_failures(self) -> int:
-        """Threads that the operating system did not pin: they run, but may be moved and share a processor."""
+        """Threads that have no processor of their own, since there are too few or the system refused: they run, but may
+        be moved and share one."""
         return self.native.num_pin_failures
 
     def read(self, buffer: Tensor) -> int:
@@ -201,8 +224,8 @@ class AttentionPool:
             ShapeError: tensors do not fit each other or the batch.
         Cost: reads the visible K and V rows once with all threads, the GIL released. Calls do not overlap.
         """
-        out = torch.empty(q.shape, dtype=torch.float32)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32)
+        out, lse = memory.new_fp32(q.shape), memory.new_fp32(q.shape[:2])
+        memory.keep(batch.native)
         try:
             self.native.attend_blocks(
                 array_of(q),
@@ -214,13 +237,13 @@ class AttentionPool:
                 None if v_scales is None else array_of(v_scales),
                 batch.native,
                 scale,
-                out.numpy(),
-                lse.numpy(),
+                out,
+                lse,
                 isa=isa,
             )
         except (TypeError, ValueError) as error:
             raise ShapeError(f"attend_blocks: {error}") from error
-        return out, lse
+        return torch.from_numpy(out), torch.from_numpy(lse)
 
     def store_rows(self, part: Literal["k", "v"], pool: Tensor, slots: Tensor, rows: Tensor) -> None:
         """Write K or V of new tokens into one layer of a tiled pool, in place.
@@ -232,6 +255,39 @@ class AttentionPool:
         Cost: about a cache miss a K number pair; whole blocks are cheaper by `pack_blocks`.
         """
         self._copy("store_rows", part, pool, slots.numpy(), rows)
+
+    def store_values(
+        self,
+        part: Literal["k", "v"],
+        pool: Tensor,
+        slots: Tensor,
+        rows: Tensor,
+        *,
+        scales: Tensor | None = None,
+        isa: str | None = None,
+    ) -> None:
+        """Write K or V of new tokens into one layer of a tiled pool, in place, rounded to its numbers.
+
+        Args:
+            pool: tiled; slots: [T] int64, block_id · P + offset, no two alike; a negative one: stored nowhere.
+            rows: [T, Hkv, D] fp32.
+            scales: [Hkv, N, P] fp32, with int8 pools only: the scale of each row is written there.
+        Raises:
+            ShapeError: tensors do not fit each other.
+        Cost: in the calling thread: for the rows of a decode step.
+        """
+        try:
+            self.native.store_values(
+                part,
+                array_of(pool),
+                number_of(pool),
+                None if scales is None else scales.numpy(),
+                slots.numpy(),
+                rows.numpy(),
+                isa=isa,
+            )
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"store_values: {error}") from error
 
     def pack_blocks(self, part: Literal["k", "v"], pool: Tensor, block_ids: Tensor, rows: Tensor) -> None:
         """Fill whole blocks of one layer of a tiled pool.

@@ -43,7 +43,7 @@ def wait_word(word: Tensor, value: int) -> None:
 
 def _call(function: str, word: Tensor, value: int, flags: int) -> None:
     stream = torch.cuda.current_stream().cuda_stream
-    error = getattr(_driver(), function)(
+    error = getattr(driver(), function)(
         ctypes.c_void_p(stream), ctypes.c_uint64(word.data_ptr()), ctypes.c_uint32(value), ctypes.c_uint(flags)
     )
     if error != 0:
@@ -53,7 +53,12 @@ def _call(function: str, word: Tensor, value: int, flags: int) -> None:
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
+    """The driver's library.
+
+    Raises:
+        MachineError: it cannot be loaded.
+    """
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:

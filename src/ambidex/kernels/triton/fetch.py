@@ -22,7 +22,7 @@ _TILE_WORDS: Final = 4096
 
 @triton.jit(do_not_specialize=["num_ids", "num_tiles"])  # they differ from piece to piece
 def _fetch_kernel(
-    pool_ptr, ids_ptr, out_ptr, num_ids, num_tiles, pool_head_stride,
+    pool_ptr, ids_ptr, out_ptr, num_ids, num_tiles, pool_head_stride, out_head_stride,
     WORDS: tl.constexpr, TILE: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     tiles_per_record: tl.constexpr = (WORDS + TILE - 1) // TILE
@@ -31,8 +31,9 @@ def _fetch_kernel(
         words = tile % tiles_per_record * TILE + tl.arange(0, TILE)
         block = tl.load(ids_ptr + record % num_ids).to(tl.int64)
         source = pool_ptr + record // num_ids * pool_head_stride.to(tl.int64) + block * WORDS
+        target = out_ptr + record // num_ids * out_head_stride.to(tl.int64) + record % num_ids * WORDS
         numbers = tl.load(source + words, mask=words < WORDS, other=0)
-        tl.store(out_ptr + record * WORDS + words, numbers, mask=words < WORDS)
+        tl.store(target + words, numbers, mask=words < WORDS)
 
 
 def fetch_blocks(pool: Tensor, block_ids: Tensor, out: Tensor) -> None:
@@ -43,6 +44,6 @@ def fetch_blocks(pool: Tensor, block_ids: Tensor, out: Tensor) -> None:
     num_words = words[0, 0].numel()
     num_tiles = pool.shape[0] * len(block_ids) * triton.cdiv(num_words, _TILE_WORDS)
     _fetch_kernel[(min(_NUM_PROGRAMS, num_tiles),)](
-        words, block_ids, targets, len(block_ids), num_tiles, words.stride(0),
+        words, block_ids, targets, len(block_ids), num_tiles, words.stride(0), targets.stride(0),
         WORDS=num_words, TILE=_TILE_WORDS, NUM_PROGRAMS=_NUM_PROGRAMS, num_warps=8,
     )  # fmt: skip

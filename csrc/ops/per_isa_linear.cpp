@@ -1,0 +1,2 @@
+// As per_isa.cpp: compiled once per instruction set.
+#include "ops/linear-inl.h"

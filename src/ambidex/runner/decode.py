@@ -1,0 +1,46 @@
+"""What the forms of decode steps have in common: `DecodeSteps` (CUDA graphs) and `ProgramSteps` (native programs)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from torch import Tensor
+
+from ambidex.core.ids import Lane
+from ambidex.core.step import ScheduledRequest
+
+
+class DecodeForm(StrEnum):
+    """How decode steps run: as all others, in fixed sizes, captured as CUDA graphs, recorded as native programs."""
+
+    ORDINARY = "ordinary"
+    FIXED = "fixed"
+    CAPTURED = "captured"
+    PROGRAM = "program"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeOutput:
+    """What a decode step gave; row i belongs to the step's request i. Valid until the next step."""
+
+    logits: Tensor
+    """[n, V] fp32, on the device."""
+    chosen: Tensor
+    """[n] int64, on the device: the likeliest token, −1 where logits are not finite."""
+    lane_bytes: Mapping[Lane, int]
+    is_replayed: bool
+
+
+class FixedSteps(Protocol):
+    """Runs decode steps in a form of their own."""
+
+    num_failures: int
+    """Times that a step could not be captured."""
+
+    def try_run(self, requests: Sequence[ScheduledRequest]) -> DecodeOutput | None:
+        """Run a step if it has the form of a decode step, else return None and leave everything as it was.
+
+        Must be called within `torch.inference_mode`.
+        """
+        ...

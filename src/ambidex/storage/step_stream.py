@@ -1,0 +1,178 @@
+"""`StepStream`: keys in DRAM on their way to the accelerator during a decode step, layer after layer, ahead of it.
+
+    link          | layer 0 | layer 1 |  wait  | layer 2 | …        a layer's blocks go into one of two buffers
+    accelerator       products, its own keys | 0 |  …  | 1 | …      attends over a layer's blocks once they have arrived
+
+Keys of old blocks do not depend on the step, so the link works through the whole of it, products included. The order
+is kept by words in host memory, which the accelerator's stream and that of the copies write and wait for: `arrived[i]`
+before layer i's blocks are read, `used[i]` before its buffer is written again. The step may be a captured graph: what
+it launches is the same in each step. The copies are not part of it; a thread of this class launches them.
+"""
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ambidex.core.errors import AmbidexError, LaneError
+from ambidex.core.kv_spec import STEP_BUFFERS
+from ambidex.kernels import tiles
+from ambidex.kernels.cpu.native import WORD_STRIDE
+from ambidex.kernels.cuda import copy2d
+from ambidex.storage.side_stream import SideStream
+from ambidex.storage.tiled_pool import TiledKVPool
+from ambidex.storage.words import WAIT_LIMIT_S, Words
+
+LEAST_COPY_BYTES: Final = 256 * 1024
+"""Bytes of a copy (consecutive blocks of all heads) from which the copy engine brings them, on average over a step's;
+shorter ones are fetched by threads of the accelerator."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """Consecutive blocks of the pool, `first` … `first + num − 1`, and the place of the first in the buffer."""
+
+    first: int
+    place: int
+    num: int
+
+
+class StepStream:
+    """Buffers, words and the thread that launches copies.
+
+    A step is `start`, then for each layer `wait`, the use of `layer`, `free`; and at last `finish`.
+
+    Args:
+        pool: where the blocks lie; pinned, unless the device is the CPU.
+        num_blocks: that a buffer holds.
+        device: the accelerator.
+        words: how its side writes and waits for words.
+    """
+
+    def __init__(self, pool: TiledKVPool, num_blocks: int, device: torch.device, words: Words) -> None:
+        self._pool = pool
+        self._device = device
+        self._words = words
+        self.num_blocks = num_blocks
+        num_layers, num_heads, _, *record = pool.k.shape
+        shape = (num_heads, num_blocks, *record)
+        self._buffers = [
+            tuple(torch.empty(shape, dtype=pool.k.dtype, device=device) for _ in range(2)) for _ in range(STEP_BUFFERS)
+        ]
+        is_cuda = device.type == "cuda"
+        # [arrived or used, L, words of a cache line]
+        self._flags = torch.zeros(2, num_layers, WORD_STRIDE, dtype=torch.int32, pin_memory=is_cuda)
+        self._host_flags = self._flags.numpy()  # the same memory
+        self._copies = SideStream(device)
+        self._last_copies: torch.cuda.Event | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._error: Exception | None = None
+        threading.Thread(target=_work, args=(self._jobs,), name="ambidex-stream-lane", daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
+
+    def start(self, runs: Sequence[BlockRun]) -> None:
+        """Begin to bring a step's blocks, the same in each layer; returns at once.
+
+        The accelerator has come to the end of the last step: nobody waits for a word.
+
+        Raises:
+            LaneError: the last step's copies have not come to their end.
+        """
+        self._await_copies()
+        self._error = None
+        self._host_flags[1] = 0
+        if not runs:
+            self._host_flags[0, :, 0] = 1
+            return
+        self._host_flags[0] = 0
+        self._idle.clear()
+        self._jobs.put(lambda: self._send_all(tuple(runs)))
+
+    def finish(self) -> None:
+        """Wait until all copies of the step are launched.
+
+        Raises:
+            LaneError: one could not be; the step has run out all the same, and what it gave is worthless.
+        """
+        if not self._idle.wait(WAIT_LIMIT_S):
+            raise LaneError(f"the stream lane launched no copies within {WAIT_LIMIT_S:.0f} s")
+        if self._error is not None:
+            raise LaneError(f"the stream lane could not bring keys from DRAM: {self._error}") from self._error
+
+    def cancel(self) -> None:
+        """Give up a step that was not launched to its end: its copies need not wait for it."""
+        self._host_flags[1, :, 0] = 1
+
+    def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """K and V of a layer's blocks, each [Hkv, num_blocks, P, row_size] in the pool's order."""
+        k, v = self._buffers[layer_idx % STEP_BUFFERS]
+        return k, v
+
+    def wait(self, layer_idx: int) -> None:
+        """Launch: wait until a layer's blocks have arrived."""
+        self._words.wait(self._flags[0, layer_idx, :1])
+
+    def free(self, layer_idx: int) -> None:
+        """Launch: what was launched so far is the last use of a layer's blocks."""
+        self._words.write(self._flags[1, layer_idx, :1])
+
+    def _send_all(self, runs: Sequence[BlockRun]) -> None:
+        """In the thread: launch the copies of all layers."""
+        try:
+            send = self._find_way(runs)
+            with self._copies.active():
+                for layer_idx in range(len(self._pool.k)):
+                    if layer_idx >= STEP_BUFFERS:
+                        self._words.wait(self._flags[1, layer_idx - STEP_BUFFERS, :1])
+                    for source, to in zip(self._pool.layer(layer_idx), self.layer(layer_idx), strict=True):
+                        send(source, to)
+                    self._words.write(self._flags[0, layer_idx, :1])
+                if self._device.type == "cuda":
+                    self._last_copies = torch.cuda.current_stream(self._device).record_event()
+        except (AmbidexError, RuntimeError) as error:  # ours, torch's, Triton's
+            self._error = error
+            self._host_flags[0, :, 0] = 1  # what was not sent will never arrive: the step runs out
+        finally:
+            self._idle.set()
+
+    def _find_way(self, runs: Sequence[BlockRun]) -> Callable[[Tensor, Tensor], None]:
+        """How a layer's K or V [Hkv, N, P, R] comes into a buffer [Hkv, num_blocks, P, R]."""
+        num_blocks = sum(run.num for run in runs)
+        mean_bytes = self._pool.k[0, :, 0].nbytes * num_blocks / len(runs)
+        if mean_bytes < LEAST_COPY_BYTES and self._pool.is_within_reach(self._device):
+            ids = torch.cat([torch.arange(run.first, run.first + run.num) for run in runs])
+            with self._copies.active():
+                there = ids.to(self._device)
+            return lambda source, to: tiles.fetch_blocks(source, there, to[:, :num_blocks])
+
+        def copy(source: Tensor, to: Tensor) -> None:
+            for run in runs:
+                part, target = source[:, run.first : run.first + run.num], to[:, run.place : run.place + run.num]
+                if self._device.type == "cuda":
+                    copy2d.copy_rows(part, target)
+                else:
+                    target.copy_(part)
+
+        return copy
+
+    def _await_copies(self) -> None:
+        end = time.monotonic() + WAIT_LIMIT_S
+        self._idle.wait(WAIT_LIMIT_S)
+        while self._last_copies is not None and not self._last_copies.query():  # type: ignore[no-untyped-call]  # torch has no types here
+            if time.monotonic() > end:
+                raise LaneError(f"the copies of the last step did not end within {WAIT_LIMIT_S:.0f} s")
+        self._last_copies = None
+
+
+def _work(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # it refers to its owner, which could else not be given up

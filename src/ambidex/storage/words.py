@@ -1,0 +1,49 @@
+"""Words in host memory by which the accelerator, its copies and the CPU's threads say how far they are."""
+
+import time
+from typing import Final, Protocol
+
+from torch import Tensor
+
+from ambidex.core.errors import LaneError
+from ambidex.kernels.cuda import stream_words
+
+WAIT_LIMIT_S: Final = 20.0
+"""How long one side waits for another: far longer than any layer takes, so only a fault is cut off."""
+_HOST_POLL_S: Final = 20e-6
+
+
+class Words(Protocol):
+    """Words int32 in host memory, as the accelerator's side writes and waits for them."""
+
+    def write(self, word: Tensor) -> None:
+        """Set a word to 1 behind all that was launched before."""
+        ...
+
+    def wait(self, word: Tensor) -> None:
+        """Let what is launched next wait until the word is 1."""
+        ...
+
+
+class StreamWords:
+    """Words of the current CUDA stream."""
+
+    def write(self, word: Tensor) -> None:
+        stream_words.write_word(word, 1)
+
+    def wait(self, word: Tensor) -> None:
+        stream_words.wait_word(word, 1)
+
+
+class HostWords:
+    """Words when the accelerator is the CPU: nothing is launched, so the caller itself writes and waits."""
+
+    def write(self, word: Tensor) -> None:
+        word.fill_(1)
+
+    def wait(self, word: Tensor) -> None:
+        end = time.monotonic() + WAIT_LIMIT_S
+        while int(word) == 0:
+            if time.monotonic() > end:
+                raise LaneError(f"another lane did not do its part within {WAIT_LIMIT_S:.0f} s")
+            time.sleep(_HOST_POLL_S)

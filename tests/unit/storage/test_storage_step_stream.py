@@ -1,0 +1,146 @@
+"""`StepStream`: each layer's blocks are there when they are read and stay until they were, whoever is late."""
+
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from ambidex.core.dtypes import DType
+from ambidex.core.errors import LaneError
+from ambidex.core.ids import Tier
+from ambidex.core.kv_spec import STEP_BUFFERS, KVOrder, KVSpec
+from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
+from ambidex.storage import step_stream
+from ambidex.storage.step_stream import BlockRun, StepStream
+from ambidex.storage.tiled_pool import TiledKVPool
+from ambidex.storage.words import HostWords, StreamWords
+
+NUM_LAYERS, NUM_BLOCKS, MOST = 7, 12, 8
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+class LateWords(HostWords):
+    """Words that are written and read late, at random."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+
+    def write(self, word: Tensor) -> None:
+        time.sleep(self._rng.choice([0, 0, 1e-3]))
+        super().write(word)
+
+    def wait(self, word: Tensor) -> None:
+        super().wait(word)
+        time.sleep(self._rng.choice([0, 0, 1e-3]))
+
+
+def make_pool(device: str) -> TiledKVPool:
+    spec = KVSpec(
+        num_layers=NUM_LAYERS, num_kv_heads=2, head_dim=32, dtype=DType.FP16, block_size=16, order=KVOrder.TILES
+    )
+    pool = TiledKVPool(spec, Tier.DRAM, NUM_BLOCKS, native=AttentionPool(ThreadPool(1)), pinned=device == "cuda")
+    generator = torch.Generator().manual_seed(0)
+    for part in (pool.k, pool.v):
+        part.copy_(torch.randn(part.shape, generator=generator))
+    return pool
+
+
+def draw_runs(rng: random.Random) -> list[BlockRun]:
+    runs: list[BlockRun] = []
+    place = 0
+    while place < MOST and rng.random() < 0.8:
+        num = rng.randint(1, MOST - place)
+        runs.append(BlockRun(first=rng.randint(0, NUM_BLOCKS - num), place=place, num=num))
+        place += num
+    return runs
+
+
+def run_step(stream: StepStream, pause: Callable[[], None] = lambda: None) -> list[tuple[Tensor, Tensor]]:
+    """What the accelerator finds in each layer."""
+    found = []
+    for layer_idx in range(NUM_LAYERS):
+        stream.wait(layer_idx)
+        pause()
+        k, v = stream.layer(layer_idx)
+        found.append((k.clone(), v.clone()))
+        stream.free(layer_idx)
+    stream.finish()
+    return found
+
+
+def check(pool: TiledKVPool, runs: list[BlockRun], found: list[tuple[Tensor, Tensor]]) -> None:
+    for layer_idx, parts in enumerate(found):
+        for part, source in zip(parts, pool.layer(layer_idx), strict=True):
+            for run in runs:
+                got = part[:, run.place : run.place + run.num].cpu()
+                assert torch.equal(got, source[:, run.first : run.first + run.num]), (layer_idx, run)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_are_right_whoever_is_late(seed: int) -> None:
+    rng, pool = random.Random(seed), make_pool("cpu")
+    stream = StepStream(pool, MOST, torch.device("cpu"), LateWords(seed))
+    for _ in range(4):
+        runs = draw_runs(rng)
+        stream.start(runs)
+        check(pool, runs, run_step(stream, lambda: time.sleep(rng.choice([0, 0, 2e-3]))))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("least_copy_bytes", [0, 2**40])
+@pytest.mark.parametrize("late", ["copies", "computation", "none"])
+def test_blocks_are_right_on_a_gpu_whoever_is_late(
+    late: str, least_copy_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the copy engine, and fetched by threads."""
+    monkeypatch.setattr(step_stream, "LEAST_COPY_BYTES", least_copy_bytes)
+    rng, pool, device = random.Random(1), make_pool("cuda"), torch.device("cuda")
+    stream = StepStream(pool, MOST, device, StreamWords())
+    for _ in range(5):
+        runs = draw_runs(rng)
+        torch.cuda.synchronize()
+        if late == "copies":
+            with stream._copies.active():
+                torch.cuda._sleep(20_000_000)
+        stream.start(runs)
+        found = run_step(stream, lambda: torch.cuda._sleep(3_000_000) if late == "computation" else None)
+        torch.cuda.synchronize()
+        check(pool, runs, found)
+
+
+def test_a_copy_that_cannot_be_launched_fails_the_step_and_the_next_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool("cpu")
+    stream = StepStream(pool, MOST, torch.device("cpu"), HostWords())
+    runs = [BlockRun(first=1, place=0, num=5)]
+    layer, num_calls = pool.layer, 0
+
+    def fail(layer_idx: int) -> tuple[Tensor, Tensor]:
+        nonlocal num_calls
+        num_calls += 1
+        if layer_idx == 2:
+            raise RuntimeError("injected")
+        return layer(layer_idx)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "layer", fail)
+        stream.start(runs)
+        with pytest.raises(LaneError, match="could not bring keys from DRAM: injected"):
+            run_step(stream)
+        assert num_calls == STEP_BUFFERS + 1
+    stream.start(runs)
+    check(pool, runs, run_step(stream))
+
+
+def test_a_step_that_is_given_up_does_not_keep_its_copies_waiting() -> None:
+    pool = make_pool("cpu")
+    stream = StepStream(pool, MOST, torch.device("cpu"), HostWords())
+    runs = [BlockRun(first=0, place=0, num=MOST)]
+    stream.start(runs)
+    stream.wait(0)
+    stream.cancel()
+    stream.finish()
+    stream.start(runs)
+    check(pool, runs, run_step(stream))
