@@ -93,7 +93,9 @@ class LiveServer:
 
 
 def maker(folder: Path, *, forward: Forward = call_model, **settings: Any) -> MakeEngine:
-    """Builds the tiny engine; the model is called by `forward`."""
+    """Builds the tiny engine; the model is called by `forward`, in every step where that is a test's own."""
+    if forward is not call_model:
+        settings = {"graphs": "off", **settings}  # a recorded step calls no model
 
     def make(_progress: object) -> AsyncLLM:
         return AsyncLLM(build_engine(EngineConfig(model=str(folder), **settings), forward=forward))
