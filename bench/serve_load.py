@@ -27,6 +27,8 @@ from typing import Any
 
 from harness import Quantiles, append_record, environment
 
+LARGE_BYTES = 32 * 2**20
+"""Of an anonymous mapping: KV pools and weights are larger, what Python and malloc ask for is smaller."""
 TEXT = " ".join(" ".join(topics[name] for name in sorted(topics)).split())
 
 
@@ -38,6 +40,8 @@ class Figures:
     gaps_s: list[float] = field(default_factory=list)
     num_answers: int = 0
     num_tokens: int = 0
+    num_cached: int = 0
+    """Tokens of prompts that the server had already."""
     wrong: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
@@ -64,27 +68,45 @@ def serving(args: Sequence[str]) -> Iterator[tuple[int, int]]:
             print(f"exit code {code}; end of its log:", *log.readlines()[-3:], sep="\n", file=sys.stderr)
 
 
-async def ask(port: int, body: dict[str, Any]) -> tuple[str, list[float], str | None]:
-    """Text of one streamed answer, the times at which its pieces came, and the error, if any."""
+@dataclass(slots=True)
+class Stream:
+    """One streamed answer: its text, when pieces came, the server's counts of tokens, and the error, if any."""
+
+    text: str = ""
+    times: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    num_cached: int = 0
+    error: str | None = None
+
+
+async def ask(port: int, body: dict[str, Any]) -> Stream:
+    """Ask and read."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
-    data = json.dumps({**body, "stream": True, "temperature": 0}).encode()
+    usage = {"stream_options": {"include_usage": True}}
+    data = json.dumps({**body, **usage, "stream": True, "temperature": 0}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
     writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-    text, times, error = "", [time.perf_counter()], "the stream ended early"
+    stream, error = Stream(times=[time.perf_counter()]), "the stream ended early"
     try:
         status = await reader.readline()
         async for line in reader:
             if line.startswith(b"data: {"):
                 event = json.loads(line[6:])
                 if "error" in event:
-                    return text, times, event["error"]["message"]
-                text += event["choices"][0]["text"]
-                times.append(time.perf_counter())
+                    stream.error = event["error"]["message"]
+                    return stream
+                if event["usage"] is not None:
+                    stream.num_tokens = event["usage"]["completion_tokens"]
+                    stream.num_cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]
+                    continue
+                stream.text += event["choices"][0]["text"]
+                stream.times.append(time.perf_counter())
             elif line.startswith(b"data: [DONE]"):
                 error = ""
             elif line.startswith(b'{"error"'):
                 error = line.decode()
-        return text, times, f"{status.decode().strip()}: {error}" if error else None
+        stream.error = f"{status.decode().strip()}: {error}" if error else None
+        return stream
     finally:
         writer.close()
 
@@ -96,16 +118,33 @@ async def client(
     rng = random.Random(seed)
     while time.perf_counter() < end_s:
         idx = rng.randrange(len(asks))
-        text, times, error = await ask(port, asks[idx])
+        stream = await ask(port, asks[idx])
+        text, times = stream.text, stream.times
         to.num_answers += 1
-        if error is not None:
-            to.errors.append(error)
+        if stream.error is not None:
+            to.errors.append(stream.error)
         elif text != wanted[idx]:
             to.wrong.append(f"prompt {idx}: {text!r} is not {wanted[idx]!r}")
         if len(times) > 1:
             to.first_s.append(times[1] - times[0])
             to.gaps_s += [after - before for before, after in itertools.pairwise(times[1:])]
-            to.num_tokens += len(times) - 1
+            to.num_tokens += stream.num_tokens
+            to.num_cached += stream.num_cached
+
+
+def resident_by_mapping(pid: int) -> dict[str, int]:
+    """Resident bytes of the server by what is mapped: files by name, large anonymous regions by address, the heap."""
+    sizes: dict[str, int] = {}
+    name = ""
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        words = line.split()
+        if re.fullmatch(r"[0-9a-f]+-[0-9a-f]+", words[0]):
+            start, end = (int(word, 16) for word in words[0].split("-"))
+            kind = "large" if end - start >= LARGE_BYTES else "small"
+            name = words[5] if len(words) > 5 else f"{kind} anonymous"
+        elif words[0] == "Rss:":
+            sizes[name] = sizes.get(name, 0) + int(words[1]) * 1024
+    return sizes
 
 
 async def watch(pid: int, sizes: list[int]) -> None:
@@ -128,19 +167,24 @@ async def measure(args: argparse.Namespace, pid: int, port: int) -> dict[str, An
     for _ in range(args.prompts):
         start, length = rng.randrange(len(TEXT) - 10_000), rng.randint(*args.prompt_chars)
         asks.append({"prompt": TEXT[start : start + length], "max_tokens": args.tokens, "ignore_eos": True})
-    while (await ask(port, {"prompt": "x", "max_tokens": 1}))[2] is not None:
+    while (await ask(port, {"prompt": "x", "max_tokens": 1})).error is not None:
         await asyncio.sleep(0.5)
-    wanted = [(await ask(port, body))[0] for body in asks]
+    wanted = [(await ask(port, body)).text for body in asks]
     figures = Figures()
     sizes: list[int] = []
     watcher = asyncio.create_task(watch(pid, sizes))
     before_s, begun_s = loop_cpu_s(pid), time.perf_counter()
     end_s = begun_s + args.seconds
-    await asyncio.gather(
+    work = asyncio.gather(
         *(client(port, asks, wanted, end_s=end_s, seed=seed, to=figures) for seed in range(args.clients))
     )
+    await asyncio.sleep(args.seconds / 5)  # the middle of what counts as early below
+    first = resident_by_mapping(pid)
+    await work
     seconds, cpu_s = time.perf_counter() - begun_s, loop_cpu_s(pid) - before_s
     watcher.cancel()
+    last = resident_by_mapping(pid)
+    grown = {name: size - first.get(name, 0) for name, size in last.items() if size > first.get(name, 0) + 2**18}
     tenth = max(1, len(sizes) // 10)
     early, late = statistics.median(sizes[tenth : 3 * tenth]), statistics.median(sizes[-2 * tenth :])
     gaps = sorted(figures.gaps_s)
@@ -150,6 +194,7 @@ async def measure(args: argparse.Namespace, pid: int, port: int) -> dict[str, An
         "serve": args.serve,
         "answers": figures.num_answers,
         "tokens": figures.num_tokens,
+        "cached_prompt_tokens": figures.num_cached,
         "tokens_per_s": round(figures.num_tokens / seconds, 2),
         "errors": len(figures.errors),
         "wrong_answers": len(figures.wrong),
@@ -161,6 +206,7 @@ async def measure(args: argparse.Namespace, pid: int, port: int) -> dict[str, An
         "resident_bytes_early": early,
         "resident_bytes_late": late,
         "resident_drift": round(late / early - 1, 4),
+        "resident_grown_bytes": dict(sorted(grown.items(), key=lambda item: -item[1])[:5]),
     }
 
 

@@ -106,13 +106,18 @@ class FakeExecutor:
 
     def _check_blocks(self, plan: StepPlan) -> None:
         blocks = [block for chunk in plan.requests for block in chunk.blocks]
-        assert len(set(blocks)) == len(blocks), "a block has two readers"
+        assert all(len(set(chunk.blocks)) == len(chunk.blocks) for chunk in plan.requests), (
+            "a context has a block twice"
+        )
         targets = {move.target for move in self._moves.values()}
         assert len(targets) == len(self._moves), "a block is the target of two moves"
         assert not targets & set(blocks), "the target of an uncommitted move is read"
         sources = {move.source for move in self._moves.values()}
-        written = {block for chunk in plan.requests for block in chunk.blocks[chunk.start // self._block_size :]}
-        assert not sources & written, "a block is written while it moves"
+        written = [block for chunk in plan.requests for block in chunk.blocks[chunk.start // self._block_size :]]
+        read = [block for chunk in plan.requests for block in chunk.blocks[: chunk.start // self._block_size]]
+        assert len(set(written)) == len(written), "a block has two writers"
+        assert not set(written) & set(read), "a block is written while another request reads it"
+        assert not sources & set(written), "a block is written while it moves"
 
     def _compute(self, chunk: ScheduledRequest) -> int:
         end = chunk.start + len(chunk.token_ids)

@@ -20,8 +20,10 @@ from ambidex.server.main import DrainingServer, bind, url_of
 from ambidex.server.service import EngineService, MakeEngine
 
 WAIT_S = 30.0
-SMALL_POOL: dict[str, Any] = {"block_size": 4, "kv_gpu_tokens": 128, "num_sink_tokens": 4, "recent_window": 16}
-"""Settings of an engine so small that blocks move to DRAM."""
+SMALL_POOL: dict[str, Any] = {
+    "block_size": 4, "kv_gpu_tokens": 128, "num_sink_tokens": 4, "recent_window": 16, "prefix_cache_percent": 100
+}  # fmt: skip
+"""Settings of an engine so small that blocks move to DRAM; with a prefix cache, as `serve` has it."""
 
 
 class LiveServer:
@@ -91,7 +93,9 @@ class LiveServer:
 
 
 def maker(folder: Path, *, forward: Forward = call_model, **settings: Any) -> MakeEngine:
-    """Builds the tiny engine; the model is called by `forward`."""
+    """Builds the tiny engine; the model is called by `forward`, in every step where that is a test's own."""
+    if forward is not call_model:
+        settings = {"graphs": "off", **settings}  # a recorded step calls no model
 
     def make(_progress: object) -> AsyncLLM:
         return AsyncLLM(build_engine(EngineConfig(model=str(folder), **settings), forward=forward))

@@ -145,7 +145,7 @@ def test_chat_template_of_the_user_replaces_the_models(folder: Path, tmp_path: P
 
 
 def test_chat_template_that_is_not_there_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--chat-template .* cannot be read"):
+    with pytest.raises(ConfigError, match=r"`chat_template` .* cannot be read"):
         LLM(str(folder), chat_template=str(tmp_path / "none"))
 
 
@@ -278,7 +278,7 @@ def test_dummy_weights_need_only_a_config(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"gpu_memory": 1000}, "--gpu-memory .* is too small: weights take"),
+        ({"gpu_memory": 1000}, "`gpu_memory` .* is too small: weights take"),
         ({"max_context_len": 1000}, "made for at most 128 tokens"),
         ({"kv_gpu_tokens": 0, "dram_memory": 4096, "max_context_len": 100}, "a context of 100 tokens needs"),
         ({"dram_memory": 1 << 60}, "are free on this machine"),

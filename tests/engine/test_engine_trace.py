@@ -186,7 +186,7 @@ def test_a_file_that_cannot_take_a_timeline_is_refused_before_the_model_is_looke
 ) -> None:
     path = tmp_path / "trace.json"
     make(path)
-    with pytest.raises(ConfigError, match=f"--trace {path} .*{reason}.*name another file"):
+    with pytest.raises(ConfigError, match=f"`trace` {path} .*{reason}.*name another file"):
         LLM(str(tmp_path / "no model"), trace=str(path))
 
 

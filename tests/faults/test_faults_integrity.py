@@ -205,3 +205,43 @@ def test_blocks_are_checked_in_turn_and_a_change_is_found_within_one_round() -> 
         assert len(found) == 1
         assert f"KV block {changed} on tier dram" in found[0]
         checksums.note(changed)
+
+
+def test_a_changed_block_fails_every_request_that_shares_it_and_no_other() -> None:
+    pool = make_pool(DType.BF16, KVOrder.TILES, Tier.DRAM, 6)
+    checksums = BlockChecksums(pool)
+    for part in pool.tensors:
+        part.zero_()
+    for block_id in (0, 1):
+        checksums.note(block_id)
+
+    def reader(name: str, block_id: int, own: int) -> ScheduledRequest:
+        blocks = tuple(BlockRef(Tier.DRAM, BlockId(each)) for each in (block_id, own))
+        return ScheduledRequest(request_id=RequestId(name), token_ids=(1,), start=16, blocks=blocks, is_sampled=False)
+
+    plan = StepPlan(requests=(reader("a", 0, 2), reader("b", 0, 3), reader("c", 1, 4)))
+    executor = VerifiedExecutor(lambda _: StepResult(), checksums, device=CPU)
+    pool.k[0, 0, 0, 2, 5] += 1
+    result = executor.execute(plan)
+    assert set(result.failures) == {"a", "b"}
+    assert result.num_corrupt_blocks == 1
+
+
+def test_a_changed_block_is_not_found_by_later_requests(folder: Path) -> None:
+    """The prefix cache forgets what a failed request has left behind."""
+    engine = make_engine(
+        folder, verify=True, prefix_cache_percent=100, kv_gpu_tokens=0, num_sink_tokens=0, block_size=16
+    )
+    prompt = PROMPTS[0]
+    wanted = tokens(run(engine, [prompt]))
+    assert tokens(run(engine, [prompt])) == wanted
+    num_cached = engine.stats.num_cached_tokens
+    assert num_cached > 0
+    pool = engine.core.executor._checksums.pool  # type: ignore[attr-defined]
+    for block_id in range(pool.num_blocks):
+        if block_id in engine.core.executor._checksums:  # type: ignore[attr-defined]
+            pool.k[0, 0, block_id].view(torch.uint8).view(-1)[3] ^= 1
+    failed = run(engine, [prompt])[0]
+    assert failed.finish_reason is FinishReason.ERROR
+    assert tokens(run(engine, [prompt])) == wanted
+    assert engine.stats.num_corrupt_blocks > 0

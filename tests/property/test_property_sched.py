@@ -12,6 +12,7 @@ from ambidex.core.regions import Regions
 from ambidex.core.request import FinishReason, Request, RequestStatus, SamplingParams
 from ambidex.core.step import StepPlan
 from ambidex.kv.manager import KVManager
+from ambidex.kv.prefix_cache import PrefixCacheLimits
 from ambidex.sched.scheduler import Scheduler
 from fake_executor import VOCAB_SIZE, FakeExecutor, expected_answer
 
@@ -37,6 +38,9 @@ class Traffic:
     move_failures: float
     move_delays: float
     request_failures: float
+    cache_percent: int
+    num_tenants: int
+    num_priorities: int
     memory_shortages: float
 
 
@@ -56,6 +60,9 @@ TRAFFIC = st.builds(
     move_failures=st.sampled_from([0.0, 0.3, 1.0]),
     move_delays=st.sampled_from([0.0, 0.5]),
     request_failures=st.sampled_from([0.0, 0.02]),
+    cache_percent=st.sampled_from([0, 30, 100]),
+    num_tenants=st.integers(1, 3),
+    num_priorities=st.integers(1, 2),
     memory_shortages=st.sampled_from([0.0, 0.0, 0.1]),
 )
 
@@ -68,6 +75,7 @@ class Run:
     requests: list[Request] = field(default_factory=list)
     aborted: set[RequestId] = field(default_factory=set)
     reported: set[RequestId] = field(default_factory=set)
+    started: list[RequestId] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         traffic = self.traffic
@@ -75,7 +83,8 @@ class Run:
         regions = Regions(block_size=traffic.block_size, num_sink_tokens=traffic.sink, recent_window=traffic.recent)
         num_blocks = -(-(MAX_CONTEXT_LEN - 1) // traffic.block_size) + traffic.spare
         gpu = min(traffic.gpu, num_blocks)
-        self.kv = KVManager({Tier.GPU: gpu, Tier.DRAM: num_blocks - gpu}, regions)
+        limits = PrefixCacheLimits(max_idle_percent=traffic.cache_percent)
+        self.kv = KVManager({Tier.GPU: gpu, Tier.DRAM: num_blocks - gpu}, regions, limits)
         self.scheduler = Scheduler(
             self.kv,
             max_tokens_per_step=traffic.max_tokens_per_step,
@@ -105,12 +114,19 @@ class Run:
         longest = self.rng.choice([4, 4, MAX_CONTEXT_LEN - 1])  # short prompts outgrow their blocks: preemption
         prompt_len = self.rng.randint(1, longest)
         max_output = self.rng.choice([None, None, 3])
+        prompt = tuple(self.rng.randrange(VOCAB_SIZE) for _ in range(prompt_len))
+        if self.requests and self.rng.random() < 0.6:  # a beginning that another request had, prompt and answer
+            other = self.rng.choice(self.requests)
+            shared = (*other.prompt_token_ids, *other.output_token_ids)[: self.rng.randint(1, prompt_len)]
+            prompt = shared + prompt[len(shared) :]
         request = Request(
             request_id=RequestId(f"r{len(self.requests)}"),
-            prompt_token_ids=tuple(self.rng.randrange(VOCAB_SIZE) for _ in range(prompt_len)),
+            prompt_token_ids=prompt,
             params=SamplingParams(max_output_tokens=max_output, min_output_tokens=self.rng.choice([0, 1])),
             max_total_tokens=self.rng.choice([prompt_len + 1, MAX_CONTEXT_LEN, MAX_CONTEXT_LEN]),
             stop_ids=self.rng.choice([frozenset(), frozenset(), STOP_IDS]),
+            tenant=str(self.rng.randrange(self.traffic.num_tenants)),
+            priority=self.rng.randrange(self.traffic.num_priorities),
         )
         self.requests.append(request)
         self.scheduler.add(request)
@@ -144,8 +160,12 @@ class Run:
         assert self.scheduler.num_running <= self.traffic.max_running_requests
         ids = [chunk.request_id for chunk in plan.requests]
         assert len(set(ids)) == len(ids)
-        arrivals = [int(request_id[1:]) for request_id in ids]
-        assert arrivals == sorted(arrivals), "requests are not served in order of arrival"
+        self.started += [request.request_id for request in plan.new_requests]
+        places = [self.started.index(request_id) for request_id in ids]
+        assert places == sorted(places), "requests are not served in the order in which they started"
+        if self.traffic.num_tenants == self.traffic.num_priorities == 1:
+            arrivals = [int(request_id[1:]) for request_id in self.started]
+            assert arrivals == sorted(arrivals), "requests do not start in order of arrival"
 
 
 @settings(max_examples=150, deadline=None)
@@ -174,6 +194,14 @@ def test_scheduler_under_random_traffic_ends_each_request_with_its_tokens(traffi
     assert not run.executor.known, "the executor was not told of every end"
     assert run.kv.num_free_blocks == run.kv.num_blocks
     assert run.kv.num_moves == 0
+    num_idle = sum(run.kv.cache_stats().num_idle_blocks.values())
+    assert num_idle <= -(-run.kv.num_blocks * traffic.cache_percent // 100)
+    assert run.kv.cache_stats().num_mismatches == 0
+    for request in run.requests:
+        assert request.num_cached_tokens < len(request.prompt_token_ids)
+        assert request.num_cached_tokens % traffic.block_size == 0
+    assert run.kv.drop_cached() == num_idle
+    assert sum(usage.free for usage in run.kv.usage().values()) == run.kv.num_blocks
 
 
 @settings(max_examples=40, deadline=None)

@@ -52,7 +52,11 @@ def test_chat_equals_the_offline_answer_and_its_stream(server: LiveServer, offli
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == wanted.finish_reason
     assert chunks[-1].choices == []
-    assert chunks[-1].usage == whole.usage
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens_details is not None
+    assert usage.model_copy(update={"prompt_tokens_details": whole.usage.prompt_tokens_details}) == whole.usage
     assert all(c.usage is None for c in chunks[:-1])
 
 
@@ -209,6 +213,8 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
         ("completions", {"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias", "must lie in"),
         ("completions", {"prompt": "x", "min_tokens": 9, "max_tokens": 5}, "min_tokens", "above"),
         ("completions", {"prompt": "x", "seed": "a"}, "seed", "seed is 'a'"),
+        ("completions", {"prompt": "x", "priority": 101}, "priority", "priority is 101"),
+        ("completions", {"prompt": "x", "priority": 0.5}, "priority", "priority is 0.5"),
         ("completions", {"prompt": "x", "stream_options": {}}, "stream_options", "stream is not true"),
         ("completions", {"prompt": "x", "prompt_logprobs": -1}, "prompt_logprobs", "unknown field: prompt_logprobs"),
         ("completions", {"prompt": "x", "a": 1, "b": 2}, "a", "unknown fields: a, b"),
@@ -216,6 +222,14 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
         ("chat/completions", {"messages": []}, "messages", "messages is []"),
         ("chat/completions", {"messages": "hi"}, "messages", "messages is 'hi'"),
         ("chat/completions", {"messages": [{}]}, "messages[0].role", "role is missing"),
+        (
+            "chat/completions",
+            {"messages": [CHAT["messages"][0], {"role": "wizard", "content": "x"}]},
+            "messages[1].role",
+            "messages[1].role is 'wizard'",
+        ),
+        ("chat/completions", {**CHAT, "max_tokens": 500}, "max_tokens", "500 in the completion"),
+        ("chat/completions", {**CHAT, "max_completion_tokens": 500}, "max_completion_tokens", "500 in the completion"),
         ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content", "content is missing"),
         (
             "chat/completions",
@@ -278,7 +292,19 @@ def test_prompt_and_answer_beyond_the_context_are_refused(server: LiveServer) ->
     assert server.complete("x" * 100, max_tokens=28).status_code == 200
     error = server.complete("x" * 100, max_tokens=29).json()["error"]
     assert error["code"] == "context_length_exceeded"
+    assert error["param"] == "max_tokens"
     assert "100 in the prompt, 29 in the completion" in error["message"]
+
+
+def test_developer_messages_are_system_messages(server: LiveServer) -> None:
+    answers = [
+        server.http.post(
+            "/v1/chat/completions",
+            json={"messages": [{"role": role, "content": "be brief"}, *CHAT["messages"]], "temperature": 0},
+        ).json()["choices"]
+        for role in ("developer", "system")
+    ]
+    assert answers[0] == answers[1]
 
 
 def test_chat_without_a_limit_ends_at_the_context_with_reason_length(server: LiveServer) -> None:

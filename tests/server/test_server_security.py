@@ -12,7 +12,15 @@ from live_server import LiveServer, maker
 
 KEY = "a-key-of-the-test"
 OPEN = ("/health", "/ready", "/", "/page.js", "/page.css")
-CLOSED = ("/v1/models", "/v1/models/tiny", "/metrics", "/v1/ambidex/status", "/openapi.json", "/nothing")
+CLOSED = (
+    "/v1/models",
+    "/v1/models/tiny",
+    "/metrics",
+    "/v1/ambidex/status",
+    "/v1/ambidex/cache",
+    "/openapi.json",
+    "/nothing",
+)
 CLOSED_POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/abort", "/tokenize", "/detokenize")
 
 

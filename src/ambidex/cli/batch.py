@@ -9,7 +9,7 @@ from ambidex.cli.jsonl_in import BadLine, Line, read_lines
 from ambidex.cli.jsonl_out import ResultFile, open_results
 from ambidex.cli.services import LLMService, Services
 from ambidex.cli.session import open_llm
-from ambidex.cli.settings import ChosenSettings
+from ambidex.cli.settings import ChosenSettings, as_flags
 from ambidex.cli.show import answer_json, counting_bar, say
 from ambidex.core.errors import ConfigError, InternalError, RequestError
 from ambidex.core.request import FinishReason, SamplingParams
@@ -85,7 +85,7 @@ def _ask(llm: LLMService, lines: Sequence[Line]) -> "Iterator[tuple[Line, Reques
             try:
                 prompt = line.prompt if isinstance(line.prompt, str) else llm.render_chat(line.prompt)
             except RequestError as error:
-                refused.append((line, str(error)))
+                refused.append((line, as_flags(str(error))))
             else:
                 asked.append(line)
                 yield prompt, line.params
@@ -95,7 +95,7 @@ def _ask(llm: LLMService, lines: Sequence[Line]) -> "Iterator[tuple[Line, Reques
             yield from refused
             refused.clear()
             if output.finish_reason is FinishReason.ERROR:
-                yield asked[place], output.error or "the engine gives no reason"
+                yield asked[place], as_flags(output.error or "the engine gives no reason")
             else:
                 yield asked[place], output
     yield from refused

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -42,6 +43,7 @@ def chat(ctx: click.Context, /, *, word: str | None, system: str | None, verbose
     if system is not None:
         check_text(system, name="--system")
     is_terminal = is_stdin_terminal()
+    chosen = replace(chosen, engine=chosen.engine.keeping_prefixes())
     with open_llm(services, chosen, verbose=verbose) as llm:
         if is_terminal:
             say(f"{chosen.engine.model} is ready. /help lists the commands, Ctrl-D leaves.")

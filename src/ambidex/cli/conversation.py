@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from ambidex.cli.config_file import closest
 from ambidex.cli.interrupt import Interrupt
 from ambidex.cli.services import LLMService
+from ambidex.cli.settings import as_flags
 from ambidex.cli.show import explain_end, print_table, print_text, say, stats_rows
 from ambidex.cli.source import check_text
 from ambidex.core.errors import AmbidexError, CallerError, ContextLengthError, RequestError, RequestFailedError
@@ -107,7 +108,7 @@ class Conversation:
                 f"/undo or /reset makes room, or start with a larger --max-context-len"
             )
         else:
-            say(f"error: {error}")
+            say(f"error: {as_flags(str(error))}")
 
     def _show_help(self, _: str) -> None:
         print_table(("command", ""), HELP, err=True)

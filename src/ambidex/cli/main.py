@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn
 import click
 
 from ambidex.cli.bench import BenchGroup
+from ambidex.cli.cache import CacheGroup
 from ambidex.cli.chat import ChatCommand
 from ambidex.cli.config_file import closest
 from ambidex.cli.doctor import DoctorCommand
@@ -23,7 +24,7 @@ from ambidex.cli.generate import GenerateCommand
 from ambidex.cli.models import ModelsCommand
 from ambidex.cli.serve import ServeCommand
 from ambidex.cli.services import Services, package_version
-from ambidex.cli.settings import VerbOption
+from ambidex.cli.settings import VerbOption, as_flags
 from ambidex.cli.show import naming_stdout, print_text, say
 from ambidex.core.errors import AmbidexError, CallerError, ConfigError, InternalError
 
@@ -55,7 +56,8 @@ class AmbidexCommand(click.Group):
                              help="show the version and exit"),
             ],
             commands=[
-                GenerateCommand(), ChatCommand(), ServeCommand(), BenchGroup(), ModelsCommand(), DoctorCommand()
+                GenerateCommand(), ChatCommand(), ServeCommand(), CacheGroup(), BenchGroup(), ModelsCommand(),
+                DoctorCommand(),
             ],
         )  # fmt: skip
 
@@ -133,10 +135,10 @@ def report_error(error: Exception) -> int:
         say(f"error: {_one_line(error.format_message()).removesuffix('.')}{hint}")
         return EXIT_USAGE
     if isinstance(error, CallerError | click.ClickException):
-        say(f"error: {_one_line(str(error))}")
+        say(f"error: {_one_line(as_flags(str(error)))}")
         return EXIT_USAGE
     if isinstance(error, AmbidexError) and not isinstance(error, InternalError):
-        say(f"error: {_one_line(str(error))}")
+        say(f"error: {_one_line(as_flags(str(error)))}")
     else:
         text = ": ".join(filter(None, (type(error).__name__, _one_line(str(error)))))
         say(f"error: {text} (ambidex --traceback shows where)")

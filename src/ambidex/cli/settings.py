@@ -29,7 +29,7 @@ from ambidex.cli.values import (
     read_text,
     source_of,
 )
-from ambidex.core.config import EngineConfig, SettingKind, flag_name, variable_name
+from ambidex.core.config import EngineConfig, SettingKind, flag_name, variable_name, with_flags
 from ambidex.core.errors import ConfigError
 from ambidex.core.request import MAX_LOGPROBS, SamplingParams
 from ambidex.core.units import format_size
@@ -236,6 +236,11 @@ SERVE_SETTINGS: Final = (*SERVER_SETTINGS, *ENGINE_SETTINGS)
 """Those of a server: requests bring their sampling with them."""
 FLAG_SETTINGS: Final = (*RUN_SETTINGS, *SERVER_SETTINGS)
 """All that have a flag, a variable and a key in the file."""
+
+
+def as_flags(text: str) -> str:
+    """A message of the engine as it reads at a terminal: settings are named by their flags."""
+    return with_flags(text, {setting.name for setting in FLAG_SETTINGS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,6 +86,7 @@ def stats_rows(stats: "EngineStats") -> list[tuple[str, str]]:
         *([("blocks verified", f"{stats.num_verified_blocks}, {stats.num_corrupt_blocks} had changed")]
           if stats.num_verified_blocks else []),
         ("preemptions", str(stats.num_preemptions)),
+        ("tokens from the prefix cache", str(stats.num_cached_tokens)),
         *((f"fallback {kind}", str(num)) for kind, num in stats.fallbacks.items()),
     ]  # fmt: skip
     for name, num_tokens, seconds in (
@@ -104,6 +105,7 @@ def stats_json(stats: "EngineStats") -> dict[str, Any]:
         "num_computed_tokens": stats.num_computed_tokens,
         "num_output_tokens": stats.num_output_tokens,
         "num_preemptions": stats.num_preemptions,
+        "num_cached_tokens": stats.num_cached_tokens,
         "num_prefill_tokens": stats.num_prefill_tokens,
         "num_decode_tokens": stats.num_decode_tokens,
         "prefill_seconds": stats.prefill_seconds,

@@ -3,7 +3,8 @@ these fields (`help`, `unit` and `kind` of each field's metadata)."""
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+import re
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
@@ -64,6 +65,7 @@ class SettingKind(StrEnum):
     CHOICE = "choice"
 
 
+_NAMED: Final = re.compile(r"`([a-z][a-z0-9_]*)`")
 MAX_NUMBER: Final = 2**63 - 1
 """What a signed 64-bit number holds."""
 
@@ -128,6 +130,11 @@ class EngineConfig:
         "budget of the DRAM tier for KV; default: 45 % of the free memory, at most what is used",
         unit="bytes",
     )  # fmt: skip
+    prefix_cache_percent: int | None = setting(
+        None, SettingKind.INT,
+        "share of the KV blocks of all tiers that may keep tokens of ended requests, for others that begin alike; 0 "
+        "turns it off; default: 100 for serve and chat, else 0", unit="%", low=0, high=100,
+    )  # fmt: skip
     num_sink_tokens: int = setting(
         64, SettingKind.INT, "first tokens of a context, kept on the accelerator tier", unit="tokens", low=0
     )
@@ -186,6 +193,14 @@ class EngineConfig:
             raise ConfigError(f"settings ({', '.join(settings)}) beside an EngineConfig: put them into it")
         return model
 
+    def keeping_prefixes(self) -> "EngineConfig":
+        """The same for requests that come back to what others have said: with a prefix cache, unless it is set.
+
+        Elsewhere it is off where nobody asks for it: prompts that are computed are what benchmarks measure, and a
+        prompt that is computed in other chunks than before is rounded otherwise.
+        """
+        return self if self.prefix_cache_percent is not None else dataclasses.replace(self, prefix_cache_percent=100)
+
     def __post_init__(self) -> None:
         check_settings(self)
         if not self.model:
@@ -213,7 +228,7 @@ def check_settings(config: Any) -> None:
                 _check_real(item.name, value, low=item.metadata["low"] or 0, high=item.metadata["high"])
             case SettingKind.SWITCH:
                 if not isinstance(value, bool):
-                    raise ConfigError(f"{flag_name(item.name)} is {value!r}: it must be true or false")
+                    raise ConfigError(f"`{item.name}` is {value!r}: it must be true or false")
             case _ if item.default == ():
                 value = _texts(item.name, value)
             case _:
@@ -223,7 +238,7 @@ def check_settings(config: Any) -> None:
 
 def _texts(name: str, values: object) -> tuple[str, ...]:
     if not isinstance(values, list | tuple):
-        raise ConfigError(f"{flag_name(name)} is {values!r}: it must be a list of texts")
+        raise ConfigError(f"`{name}` is {values!r}: it must be a list of texts")
     for value in values:
         _check_text(name, value)
     return tuple(values)
@@ -231,12 +246,12 @@ def _texts(name: str, values: object) -> tuple[str, ...]:
 
 def _check_text(name: str, value: object) -> None:
     if not isinstance(value, str):
-        raise ConfigError(f"{flag_name(name)} is {value!r}: it must be text")
+        raise ConfigError(f"`{name}` is {value!r}: it must be text")
 
 
 def _check_real(name: str, value: object, *, low: int, high: int) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(f"{flag_name(name)} is {value!r}: it must be a number of at least {low}")
+        raise ConfigError(f"`{name}` is {value!r}: it must be a number of at least {low}")
 
 
 def _choice(name: str, value: str, choices: type[StrEnum]) -> StrEnum:
@@ -245,16 +260,21 @@ def _choice(name: str, value: str, choices: type[StrEnum]) -> StrEnum:
         return choices(value)
     except ValueError:
         known = ", ".join(choices)
-        raise ConfigError(f"{flag_name(name)} is {value!r}: it must be one of {known}") from None
+        raise ConfigError(f"`{name}` is {value!r}: it must be one of {known}") from None
 
 
 def _check_number(name: str, value: object, *, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"{flag_name(name)} is {value!r}: it must be a whole number")
+        raise ConfigError(f"`{name}` is {value!r}: it must be a whole number")
     if value < low:
-        raise ConfigError(f"{flag_name(name)} is {value}: it must be at least {low}")
+        raise ConfigError(f"`{name}` is {value}: it must be at least {low}")
     if value > high:
-        raise ConfigError(f"{flag_name(name)} is {format_count(value)}: it must be at most {high}")
+        raise ConfigError(f"`{name}` is {format_count(value)}: it must be at most {high}")
+
+
+def with_flags(text: str, names: Container[str]) -> str:
+    """A message for the command line: settings that it names (in backticks, as Python knows them) become flags."""
+    return _NAMED.sub(lambda match: flag_name(match[1]) if match[1] in names else match[0], text)
 
 
 def flag_name(field_name: str) -> str:

@@ -53,8 +53,8 @@ class ContextLengthError(RequestError):
         self.limit = limit
         super().__init__(
             f"prompt of {num_prompt_tokens} tokens does not fit into the context limit of {limit} tokens "
-            f"(one is kept for the answer): shorten the prompt, or raise what sets the limit: --max-context-len or "
-            f"the KV budgets (--dram-memory, --kv-gpu-tokens)"
+            f"(one is kept for the answer): shorten the prompt, or raise what sets the limit: `max_context_len` or "
+            f"the KV budgets (`dram_memory`, `kv_gpu_tokens`)"
         )
 
 

@@ -18,6 +18,7 @@ MAX_STOP_STRINGS = 16
 MAX_COUNT = 2**31 - 1
 """Of tokens and ranks: what a signed 32-bit number holds."""
 MAX_LOGIT_BIAS = 1024
+MAX_PRIORITY = 100
 
 
 MAX_GUIDE_BYTES = 65536
@@ -93,8 +94,9 @@ class SamplingParams:
         object.__setattr__(self, "stop", _as_tuple("stop", self.stop, str))
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids, int))
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
-        for item in fields(self):
-            _check_type(item.name, getattr(self, item.name), item.default)
+        for name, default in _DEFAULTS:
+            if (value := getattr(self, name)) is not default:
+                _check_type(name, value, default)
         _check("max_output_tokens", self.max_output_tokens, low=1, high=MAX_COUNT)
         _check("min_output_tokens", self.min_output_tokens, low=0, high=MAX_COUNT)
         if self.max_output_tokens is not None and self.min_output_tokens > self.max_output_tokens:
@@ -122,6 +124,10 @@ class SamplingParams:
         for token_id, bias in self.logit_bias:
             if not -100 <= bias <= 100:
                 raise RequestError(f"logit_bias of token {token_id} is {bias}: it must lie in [-100, 100]")
+
+
+_DEFAULTS: Final = tuple((item.name, item.default) for item in fields(SamplingParams))
+"""Read once: a server makes parameters for each request."""
 
 
 def _check_guides(guides: Mapping[GuideKind, object]) -> None:
@@ -208,10 +214,18 @@ class Request:
     """Prompt and answer together never exceed this."""
     stop_ids: frozenset[int] = frozenset()
     """Token ids that end the answer (end-of-text ids unless ignored, and `stop_token_ids`)."""
+    tenant: str = ""
+    """Whose request it is: those of two tenants never share KV blocks."""
+    cache_salt: str = ""
+    """Requests of one tenant share KV blocks only if they bring the same salt."""
+    priority: int = 0
+    """Lower goes sooner, among the waiting requests of its tenant; −`MAX_PRIORITY` … `MAX_PRIORITY`."""
     output_token_ids: list[int] = field(default_factory=list)
     allowed_tokens: bytes | None = None
     """Bit mask of the tokens that may come next (see `ScheduledRequest`); None: any."""
     num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that were not computed for it, because the prefix cache had their K and V."""
     num_preemptions: int = 0
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None

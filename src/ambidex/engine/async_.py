@@ -134,13 +134,24 @@ class AsyncLLM:
         """
         return self._engine.render_chat(messages, tools)
 
-    def make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def make_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        tenant: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> Request:
         """Check a prompt and its parameters; nothing runs yet. Any thread may call it.
 
+        Args:
+            tenant, cache_salt: only requests with the same two share what they have in common.
+            priority: lower goes sooner among the waiting requests of its tenant.
         Raises:
             RequestError, ContextLengthError: what is wrong with them.
         """
-        return self._engine.make_request(prompt, params)
+        return self._engine.make_request(prompt, params, tenant=tenant, cache_salt=cache_salt, priority=priority)
 
     def submit(self, request: Request, put: Put) -> Callable[[], None]:
         """Queue a checked request.
@@ -175,6 +186,18 @@ class AsyncLLM:
         own = params or SamplingParams()
         async for output in self._ask(lambda: self._engine.add(self._engine.render_chat(messages), own)):
             yield output
+
+    async def drop_cached(self, tenant: str | None = None) -> int:
+        """Forget what the prefix cache holds, of one tenant or of all; returns the blocks that it held.
+
+        Raises:
+            InternalError: the engine has ended.
+        """
+        loop, dropped = asyncio.get_running_loop(), asyncio.Queue[int]()
+        self._inbox.put(lambda: _call(loop, dropped.put_nowait, self._engine.drop_cached(tenant)))
+        if self._fatal is not None:
+            raise self._fatal
+        return await dropped.get()
 
     async def abort(self, request_id: RequestId) -> None:
         """End a request; its stream ends with finish reason `abort`."""

@@ -37,6 +37,7 @@ from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
 from ambidex.kernels.dispatch import choose, find_fallbacks
 from ambidex.kernels.linear import LinearContext
 from ambidex.kv.manager import KVManager
+from ambidex.kv.prefix_cache import PrefixCacheLimits
 from ambidex.models.base import CausalLM
 from ambidex.models.quantized import count_weights_bytes, describe_kept, find_kept
 from ambidex.models.registry import build_model
@@ -129,6 +130,7 @@ def build_engine(
         Regions(
             block_size=config.block_size, num_sink_tokens=config.num_sink_tokens, recent_window=config.recent_window
         ),
+        PrefixCacheLimits(max_idle_percent=config.prefix_cache_percent or 0, identity=_cache_identity(choices)),
     )
     scheduler = Scheduler(
         kv_manager,
@@ -161,6 +163,11 @@ def build_engine(
             for tier, usage in kv_manager.usage().items()
         }
 
+    def cached_bytes() -> dict[Tier, int]:
+        return {
+            tier: usage.cached * choices.kv.specs[tier].bytes_per_block for tier, usage in kv_manager.usage().items()
+        }
+
     executor: Executor = (
         runner if checksums is None else VerifiedExecutor(runner.execute, checksums, device=choices.device)
     )
@@ -190,6 +197,7 @@ def build_engine(
             ledger=choices.memory.ledger,
         ),
         kv_bytes=kv_bytes,
+        cached_bytes=cached_bytes,
         kv_capacity={tier: pool.num_bytes for tier, pool in pools.items()},
         weights_bytes={
             tier: sum(entry.num_bytes for entry in choices.memory.ledger.entries(tier) if entry.owner == "weights")
@@ -201,6 +209,11 @@ def build_engine(
 def default_num_threads(device: torch.device) -> int:
     """CPU threads where none are asked for: the usable cores, of which a GPU's driver takes one."""
     return max(1, read_topology().num_usable_cores - (device.type == "cuda"))
+
+
+def _cache_identity(choices: _Choices) -> str:
+    """All that K and V depend on beside the tokens, as text."""
+    return repr((choices.source.name, choices.spec, choices.dtype, sorted(choices.kv.specs.items())))
 
 
 def _choose(config: EngineConfig, decode_form: DecodeForm | None, *, streams_chunks: bool) -> _Choices:
@@ -334,7 +347,7 @@ def _choose_stream_share(config: EngineConfig, choices: _Choices, pools: Mapping
     dram = pools[Tier.DRAM]
     if reason is not None or not isinstance(dram, TiledKVPool):
         if config.stream_percent:
-            raise ConfigError(f"--stream-percent {config.stream_percent} cannot be had, use 0: {reason}")
+            raise ConfigError(f"`stream_percent` {config.stream_percent} cannot be had, use 0: {reason}")
         return 0.0, str(reason)
     if config.stream_percent is not None:
         return config.stream_percent / 100, "asked for"
@@ -391,7 +404,7 @@ def _chat_template(config: EngineConfig, tokenizer: Tokenizer) -> ChatTemplate:
     try:
         source = Path(config.chat_template).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # not there, not UTF-8, a name with a null byte
-        raise ConfigError(f"--chat-template {config.chat_template!r} cannot be read: {error}") from error
+        raise ConfigError(f"`chat_template` {config.chat_template!r} cannot be read: {error}") from error
     template = ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token)
     template.check()
     return template

@@ -33,7 +33,11 @@ class EngineCore:
         self.pulse.enter(Stage.UPDATE)
         changed = self.scheduler.update(plan, result)
         self.stats.record(plan, result, changed)
-        self.stats.num_preemptions = self.scheduler.num_preemptions
+        self.stats.record_scheduling(
+            num_preemptions=self.scheduler.num_preemptions,
+            num_cached_tokens=self.scheduler.num_cached_tokens,
+            cache=self.scheduler.cache_stats(),
+        )
         self.stats.note_fallback(Fallback.SMALLER_CHUNKS, self.scheduler.num_smaller_chunks)
         if result.tokens:
             self.pulse.note_token()

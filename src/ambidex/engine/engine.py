@@ -7,7 +7,7 @@ from typing import Any
 
 from ambidex.core.errors import ContextLengthError, InternalError, RequestError
 from ambidex.core.ids import RequestId, Tier
-from ambidex.core.request import FinishReason, Request, SamplingParams
+from ambidex.core.request import MAX_PRIORITY, FinishReason, Request, SamplingParams
 from ambidex.core.step import SampledToken
 from ambidex.engine.core import EngineCore
 from ambidex.engine.outputs import AnswerText, RequestOutput
@@ -25,7 +25,7 @@ class Engine:
 
     Args:
         max_context_len: tokens of prompt and answer together, at most.
-        kv_bytes: bytes that requests hold on each tier now.
+        kv_bytes, cached_bytes: bytes that requests hold on each tier now, and that are kept for others to come.
         kv_capacity, weights_bytes: bytes of the KV pools and of the parameters on each tier.
     """
 
@@ -41,6 +41,7 @@ class Engine:
         report: EngineReport,
         figures: EngineFigures,
         kv_bytes: Callable[[], dict[Tier, int]],
+        cached_bytes: Callable[[], dict[Tier, int]],
         guides: GuideCompiler,
         kv_capacity: dict[Tier, int],
         weights_bytes: dict[Tier, int],
@@ -56,6 +57,7 @@ class Engine:
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._kv_bytes = kv_bytes
+        self._cached_bytes = cached_bytes
         self._live: dict[RequestId, tuple[Request, AnswerText]] = {}
         self._numbers = itertools.count()
         self.chat_template = chat_template
@@ -63,7 +65,7 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Counters since the engine was built."""
-        self.core.stats.record_kv(self._kv_bytes())
+        self.core.stats.record_kv(self._kv_bytes(), self._cached_bytes())
         return self.core.stats
 
     @property
@@ -81,9 +83,20 @@ class Engine:
         """
         return self.tokenizer.encode(self.chat_template.render(messages, tools=tools), add_special=False)
 
-    def make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def make_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        tenant: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> Request:
         """Check a prompt and its parameters; nothing runs yet.
 
+        Args:
+            tenant, cache_salt: only requests with the same two share what they have in common.
+            priority: lower goes sooner among the waiting requests of its tenant.
         Raises:
             RequestError, ContextLengthError: what is wrong with them.
         """
@@ -97,6 +110,8 @@ class Engine:
         self.check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])
         if len(token_ids) >= self.max_context_len:
             raise ContextLengthError(len(token_ids), self.max_context_len)
+        if not isinstance(priority, int) or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise RequestError(f"priority is {priority!r}: it must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
         max_total = self.max_context_len
         if params.max_output_tokens is not None:
             max_total = min(max_total, len(token_ids) + params.max_output_tokens)
@@ -108,6 +123,9 @@ class Engine:
             params=params,
             max_total_tokens=max_total,
             stop_ids=eos_ids | frozenset(params.stop_token_ids),
+            tenant=tenant,
+            cache_salt=cache_salt,
+            priority=priority,
         )
 
     def submit(self, request: Request) -> RequestId:
@@ -140,7 +158,7 @@ class Engine:
             if output.is_finished:
                 del self._live[request.request_id]
             outputs.append(output)
-        self.core.stats.record_kv(self._kv_bytes())
+        self.core.stats.record_kv(self._kv_bytes(), self._cached_bytes())
         return outputs
 
     def abort(self, request_id: RequestId) -> RequestOutput | None:
@@ -150,6 +168,10 @@ class Engine:
         request, answer = self._live.pop(request_id)
         self.core.scheduler.abort(request_id)
         return answer.advance(request, None)
+
+    def drop_cached(self, tenant: str | None = None) -> int:
+        """Forget what the prefix cache holds, of one tenant or of all; returns the blocks that it held."""
+        return self.core.scheduler.drop_cached(tenant)
 
     def num_computed_tokens(self, request_id: RequestId) -> int:
         """Tokens of a live request that are computed so far; 0 for one that is not known. Any thread may call it."""

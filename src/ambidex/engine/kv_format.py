@@ -34,7 +34,7 @@ def choose_kv_format(
     host_dtype = dtype if config.kv_dtype is KVDTypeChoice.AUTO else DType(config.kv_dtype.value)
     order, why = choose_host_order(config.block_size, has_native)
     if host_dtype is DType.INT8 and order is not KVOrder.TILES:
-        raise ConfigError(f"--kv-dtype int8 needs K and V in tile order, but {why}")
+        raise ConfigError(f"`kv_dtype` int8 needs K and V in tile order, but {why}")
     host = KVSpec.of(spec, dtype=host_dtype, block_size=config.block_size, order=order)
     gpu = KVSpec.of(spec, dtype=dtype, block_size=config.block_size) if has_row_ops else host
     return KVFormat(specs={Tier.GPU: gpu, Tier.DRAM: host}, why=why)
@@ -45,5 +45,5 @@ def choose_host_order(block_size: int, has_native: bool) -> tuple[KVOrder, str]:
     if not has_native:
         return KVOrder.ROWS, "native CPU attention is missing: the compiled module does not load"
     if block_size % TILE_TOKENS:
-        return KVOrder.ROWS, f"native CPU attention needs a --block-size that {TILE_TOKENS} divides, not {block_size}"
+        return KVOrder.ROWS, f"native CPU attention needs a `block_size` that {TILE_TOKENS} divides, not {block_size}"
     return KVOrder.TILES, "native CPU attention reads it in place"

@@ -133,10 +133,10 @@ def plan_memory(
     )
     if gpu_blocks < 0 or gpu_budget < fixed:
         raise ConfigError(
-            f"--gpu-memory {format_size(gpu_budget)} is too small: weights take {format_size(weights_bytes)}, "
+            f"`gpu_memory` {format_size(gpu_budget)} is too small: weights take {format_size(weights_bytes)}, "
             f"workspace {format_size(workspace)}, stream buffers {format_size(streamed)}, CUDA graphs "
             f"{format_size(graphs)}: give at least {format_size(fixed + gpu_block_bytes)}, or a smaller "
-            f"--max-tokens-per-step, --max-running-requests or --max-context-len"
+            f"`max_tokens_per_step`, `max_running_requests` or `max_context_len`"
         )
     dram_blocks = max(
         0, min(dram_budget // dram_block_bytes, default_blocks if config.dram_memory is None else most_blocks)
@@ -163,7 +163,7 @@ def plan_memory(
 def _wanted_context_len(config: EngineConfig, spec: ModelSpec) -> int:
     if config.max_context_len is not None and config.max_context_len > spec.max_context_len:
         raise ConfigError(
-            f"--max-context-len is {config.max_context_len}: the model was made for at most "
+            f"`max_context_len` is {config.max_context_len}: the model was made for at most "
             f"{spec.max_context_len} tokens"
         )
     return config.max_context_len or spec.max_context_len
@@ -176,7 +176,7 @@ def _budgets(config: EngineConfig, free: FreeMemory, fixed: int) -> tuple[int, i
     if free.is_shared and config.gpu_memory is None:
         gpu = max(gpu, min(fixed, free.accelerator))
     dram = config.dram_memory if config.dram_memory is not None else int(free.dram * DEFAULT_SHARE_OF_FREE_DRAM)
-    for name, size, limit in (("--gpu-memory", gpu, free.accelerator), ("--dram-memory", dram, free.dram)):
+    for name, size, limit in (("`gpu_memory`", gpu, free.accelerator), ("`dram_memory`", dram, free.dram)):
         if size > limit:
             raise ConfigError(f"{name} is {format_size(size)}: {format_size(limit)} are free on this machine")
     return gpu, dram
@@ -190,9 +190,9 @@ def _gpu_blocks(config: EngineConfig, kv: KVSpec, left: int, default_blocks: int
     asked = kv.num_blocks(config.kv_gpu_tokens)
     if config.gpu_memory is None and asked > fitting:
         raise ConfigError(
-            f"--kv-gpu-tokens {config.kv_gpu_tokens} needs {format_size(asked * kv.bytes_per_block)}: of the default "
+            f"`kv_gpu_tokens` {config.kv_gpu_tokens} needs {format_size(asked * kv.bytes_per_block)}: of the default "
             f"budget, a share of the memory that is free now, weights and workspace leave {format_size(max(0, left))}: "
-            f"lower it, or name a budget with --gpu-memory"
+            f"lower it, or name a budget with `gpu_memory`"
         )
     return asked if asked <= fitting else -1
 
@@ -207,6 +207,6 @@ def _context_len(config: EngineConfig, spec: ModelSpec, kv: KVSpec, num_blocks: 
         raise ConfigError(
             f"a context of {wanted} tokens needs {format_size(kv.num_blocks(wanted) * kv.bytes_per_block)} of KV: "
             f"the tiers hold {capacity} tokens (gpu {num_blocks[Tier.GPU]}, dram {num_blocks[Tier.DRAM]} blocks of "
-            f"{kv.block_size}): raise --dram-memory or --gpu-memory, or lower --max-context-len"
+            f"{kv.block_size}): raise `dram_memory` or `gpu_memory`, or lower `max_context_len`"
         )
     return capacity, "what the KV tiers hold"

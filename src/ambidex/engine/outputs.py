@@ -15,7 +15,8 @@ class RequestOutput:
     """State of an answer. `delta` is the text that came since the last output, `text` all of it.
 
     `token_ids` include the token that ended the answer; `text` does not show it. `logprobs` has one entry a token when
-    asked for. `error` says why a request failed (`finish_reason` is then `error`).
+    asked for. `num_cached_tokens` of the prompt came from the prefix cache. `error` says why a request failed
+    (`finish_reason` is then `error`).
     """
 
     request_id: RequestId
@@ -26,6 +27,7 @@ class RequestOutput:
     finish_reason: FinishReason | None
     error: str | None = None
     logprobs: tuple[SampledToken, ...] | None = None
+    num_cached_tokens: int = 0
 
     @property
     def is_finished(self) -> bool:
@@ -76,6 +78,7 @@ class AnswerText:
             finish_reason=FinishReason.STOP if self.is_stopped else request.finish_reason,
             error=request.error,
             logprobs=tuple(self._logprobs) if self._params.logprobs is not None else None,
+            num_cached_tokens=request.num_cached_tokens,
         )
 
     def _shown_ids(self, request: Request) -> list[int]:

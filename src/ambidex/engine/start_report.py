@@ -86,6 +86,15 @@ def _kv_rows(
                 why=kv.why if pool.device == "cpu" else "the accelerator's own ops read it",
             )
         )
+    num_cached = sum(memory.num_blocks.values()) * (config.prefix_cache_percent or 0) // 100
+    rows.append(
+        ReportRow(
+            section="kv",
+            name="prefix_cache",
+            value=f"up to {num_cached} idle blocks" if num_cached else "off",
+            why=f"{config.prefix_cache_percent} % of all blocks" if num_cached else "prompts are computed as they come",
+        )
+    )
     rows += region_rows(config, num_gpu_blocks=memory.num_blocks[Tier.GPU], max_context_len=memory.max_context_len)
     return rows
 

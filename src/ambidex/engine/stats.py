@@ -7,11 +7,15 @@ from dataclasses import dataclass, field, replace
 from ambidex.core.ids import Fallback, Lane, Tier
 from ambidex.core.request import FinishReason, Request
 from ambidex.core.step import ScheduledRequest, StepPlan, StepResult
+from ambidex.kv.prefix_cache import PrefixCacheStats
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats:
     """What an engine has done so far.
+
+    `num_cached_tokens` were not computed, because the prefix cache had them; `num_evicted_blocks` had to leave it, and
+    `num_cache_mismatches` times a block in it had other tokens than its name says. `cached_bytes` are idle in it.
 
     `kv_bytes` are in use now, `peak_kv_bytes` were at most in use after a step; `lane_bytes` are bytes of K and V that
     each lane's attention has read; `seconds` are wall seconds by section of the steps. Replayed steps ran as captured
@@ -26,6 +30,9 @@ class EngineStats:
     num_computed_tokens: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    num_evicted_blocks: int = 0
+    num_cache_mismatches: int = 0
     num_moves: int = 0
     num_failed_moves: int = 0
     num_failed_requests: int = 0
@@ -38,6 +45,7 @@ class EngineStats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     kv_bytes: dict[Tier, int] = field(default_factory=dict)
+    cached_bytes: dict[Tier, int] = field(default_factory=dict)
     peak_kv_bytes: dict[Tier, int] = field(default_factory=dict)
     lane_bytes: Counter[Lane] = field(default_factory=Counter)
     fallbacks: Counter[Fallback] = field(default_factory=Counter)
@@ -71,9 +79,16 @@ class EngineStats:
             self.num_decode_tokens += len(result.tokens)
             self.decode_seconds += duration
 
-    def record_kv(self, kv_bytes: dict[Tier, int]) -> None:
-        """Note the bytes that requests hold on each tier now."""
-        self.kv_bytes = kv_bytes
+    def record_scheduling(self, *, num_preemptions: int, num_cached_tokens: int, cache: PrefixCacheStats) -> None:
+        """Note the counts of the scheduler as they stand."""
+        self.num_preemptions = num_preemptions
+        self.num_cached_tokens = num_cached_tokens
+        self.num_evicted_blocks = cache.num_evicted_blocks
+        self.num_cache_mismatches = cache.num_mismatches
+
+    def record_kv(self, kv_bytes: dict[Tier, int], cached_bytes: dict[Tier, int]) -> None:
+        """Note the bytes that requests hold, and that are idle in the prefix cache, on each tier now."""
+        self.kv_bytes, self.cached_bytes = kv_bytes, cached_bytes
         for tier, size in kv_bytes.items():
             self.peak_kv_bytes[tier] = max(size, self.peak_kv_bytes.get(tier, 0))
 
@@ -87,6 +102,7 @@ class EngineStats:
         return replace(
             self,
             kv_bytes=dict(self.kv_bytes),
+            cached_bytes=dict(self.cached_bytes),
             peak_kv_bytes=dict(self.peak_kv_bytes),
             lane_bytes=Counter(self.lane_bytes),
             fallbacks=Counter(self.fallbacks),

@@ -73,7 +73,7 @@ class TraceFile:
             self._file.truncate(0)
             self._write(b"[\n" + b",\n".join(self._events))
         except OSError as error:
-            raise ConfigError(f"--trace {name} cannot be written: {error.strerror or error}") from error
+            raise ConfigError(f"`trace` {name} cannot be written: {error.strerror or error}") from error
         self._events.clear()
 
     @property
@@ -125,7 +125,7 @@ class TraceFile:
 
     def _give_up(self, reason: str) -> None:
         self._is_full = True
-        logger.warning("--trace %s ends here: %s; the engine goes on", self._name, reason)
+        logger.warning("`trace` %s ends here: %s; the engine goes on", self._name, reason)
 
     def _add_metadata(self, kind: str, track_number: int, args: Mapping[str, int | str]) -> None:
         self._add({"name": kind, "ph": "M", "pid": os.getpid(), "tid": track_number, "args": dict(args)})
@@ -137,17 +137,17 @@ class TraceFile:
 def _open(name: str) -> FileIO:
     """Open for reading and writing, created if it is not there, and see to it that nothing else is lost."""
     if not name:
-        raise ConfigError("--trace names no file: give a file name, or leave it out")
+        raise ConfigError("`trace` names no file: give a file name, or leave it out")
     try:
         Path(name).open("ab").close()
         file = FileIO(name, "r+")
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--trace {name} cannot be written: {reason}: name another file") from error
+        raise ConfigError(f"`trace` {name} cannot be written: {reason}: name another file") from error
     problem = _find_problem(file)
     if problem is not None:
         file.close()
-        raise ConfigError(f"--trace {name} {problem}: name another file")
+        raise ConfigError(f"`trace` {name} {problem}: name another file")
     return file
 
 

@@ -1,4 +1,4 @@
-"""`KVManager` and `KVLease`: the only KV names that the scheduler knows.
+"""`KVManager`: gives blocks of all tiers to requests, and what they leave behind to those that begin alike.
 
 The manager obeys the residency policy twice in a step: when a lease grows (where do the new blocks go?) and when the
 step's blocks are known (which old ones leave the accelerator tier?). A move that fails is a block that stays where it
@@ -7,32 +7,37 @@ is: counted, and free to be chosen again in a later step.
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Final
 
 from ambidex.core.errors import ConfigError, InternalError
 from ambidex.core.ids import MoveId, RequestId, Tier
 from ambidex.core.regions import Regions
 from ambidex.core.step import BlockMove, BlockRef
+from ambidex.kv.block_keys import BlockKeys, TokenSource
+from ambidex.kv.lease import CachedBlock, KVLease
 from ambidex.kv.pool import PoolUsage
+from ambidex.kv.prefix_cache import PrefixCache, PrefixCacheLimits, PrefixCacheStats
 from ambidex.kv.residency import Residency, ResidentBlocks
 from ambidex.kv.tiers import TieredBlocks
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class KVLease:
-    """The blocks of one request, in the order of its tokens; opaque outside this module."""
+_RESERVE: Final = 8
+"""One in so many blocks of the accelerator tier is kept free of idle blocks, if they can move: what a step needs at
+once must not cost the beginning of a context that others may come back to."""
+_NO_CACHE: Final = PrefixCacheLimits()
 
-    request_id: RequestId
-    blocks: list[BlockRef] = field(default_factory=list)
-    on_accelerator: set[int] = field(default_factory=set)
-    moving: dict[int, BlockMove] = field(default_factory=dict)
-    context_len: int = 0
-    next_len: int = 0
-    table: tuple[BlockRef, ...] = ()
-    """What the last step was told of `blocks`: the same object as long as nothing changes, so that it compares at once.
-    Empty when a block has come or moved since."""
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """Cached blocks with which a request may begin; opaque outside of `kv` but for the counts."""
+
+    blocks: tuple[CachedBlock, ...] = ()
+    num_tokens: int = 0
+    num_idle: int = 0
+    """Those of the blocks that count as free as long as nobody holds them."""
 
 
 class KVManager:
@@ -41,24 +46,32 @@ class KVManager:
     Args:
         capacities: blocks of each tier; tiers without blocks take no part.
         regions: how contexts are cut into sink, middle and recent blocks.
+        cache: what may be kept of requests that have ended.
 
     Raises:
         ConfigError: no tier has a block.
     """
 
-    def __init__(self, capacities: Mapping[Tier, int], regions: Regions) -> None:
+    def __init__(self, capacities: Mapping[Tier, int], regions: Regions, cache: PrefixCacheLimits = _NO_CACHE) -> None:
         self._tiers = TieredBlocks(capacities)
         if not self._tiers.tiers:
             raise ConfigError(
                 f"the KV tiers hold 0 blocks of {regions.block_size} tokens: at least 1 is needed; "
-                f"raise --kv-gpu-tokens, --gpu-memory or --dram-memory"
+                f"raise `kv_gpu_tokens`, `gpu_memory` or `dram_memory`"
             )
         self._num_blocks = sum(usage.total for usage in self._tiers.usage().values())
         self._below = tuple(tier for tier in self._tiers.tiers if tier is not Tier.GPU)
         self._block_size = regions.block_size
         self._residency = Residency(regions, capacities.get(Tier.GPU, 0))
+        self._cache = PrefixCache(
+            self._tiers,
+            cache,
+            block_size=regions.block_size,
+            max_idle=-(-self._num_blocks * cache.max_idle_percent // 100),
+        )
+        self._num_reserved = -(-capacities.get(Tier.GPU, 0) // _RESERVE) if cache.max_idle_percent else 0
         self._leases: dict[RequestId, KVLease] = {}
-        self._movers: dict[MoveId, tuple[KVLease, int]] = {}
+        self._movers: dict[MoveId, CachedBlock | tuple[KVLease, int]] = {}
         self._num_failed_moves = 0
 
     @property
@@ -68,8 +81,8 @@ class KVManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks of all tiers that can be taken now."""
-        return self._tiers.num_free
+        """Blocks of all tiers that can be taken now: free ones, and idle ones of the prefix cache."""
+        return self._tiers.num_free + self._cache.num_evictable
 
     @property
     def max_context_len(self) -> int:
@@ -95,21 +108,75 @@ class KVManager:
         """Blocks by state, for each tier that has blocks."""
         return self._tiers.usage()
 
-    def open(self, request_id: RequestId) -> KVLease:
-        """An empty lease."""
+    def cache_stats(self) -> PrefixCacheStats:
+        """What the prefix cache holds and has done."""
+        return self._cache.stats()
+
+    def make_keys(self, *, tenant: str, salt: str) -> BlockKeys | None:
+        """Names for the blocks of a new request, which only requests of the same tenant and salt find; None: there is
+        no prefix cache."""
+        return self._cache.make_keys(tenant, salt) if self._cache.is_on else None
+
+    def find_prefix(self, keys: BlockKeys | None, tokens: TokenSource, num_tokens: int) -> PrefixHit:
+        """The cached blocks with which a context of `num_tokens` tokens may begin; its last token is always computed.
+
+        They are not held, and may go until `open` is called.
+        """
+        if keys is None:
+            return PrefixHit()
+        blocks = self._cache.find(keys.first((num_tokens - 1) // self._block_size, tokens))
+        num_idle = sum(block.ticket is not None for block in blocks)
+        return PrefixHit(tuple(blocks), len(blocks) * self._block_size, num_idle)
+
+    def open(self, request_id: RequestId, prefix: PrefixHit = PrefixHit()) -> KVLease:
+        """A lease that holds the blocks of a prefix that was found in this step, or none."""
         if request_id in self._leases:
             raise InternalError(f"request {request_id} already has a lease")
         lease = self._leases[request_id] = KVLease(request_id)
+        for block in prefix.blocks:
+            self._cache.hold(block, lease)
+            if block.place.tier is Tier.GPU:
+                lease.on_accelerator.add(block.block_idx)
+            if block.move is not None:
+                lease.moving[block.block_idx] = block.move
+            lease.blocks.append(block.place)
+        lease.num_named = len(prefix.blocks)
         return lease
 
-    def release(self, lease: KVLease) -> None:
-        """End a lease; its blocks become free, those that move when their move ends."""
+    def keep_computed(self, lease: KVLease, keys: BlockKeys | None, tokens: TokenSource, num_tokens: int) -> None:
+        """The first `num_tokens` tokens of a lease are computed: its full blocks can be found by others from now on."""
+        self._check_open(lease)
+        num_full = num_tokens // self._block_size
+        if keys is None or num_full <= lease.num_named:
+            return
+        names = keys.first(num_full, tokens)
+        for block_idx in range(lease.num_named, num_full):
+            if block_idx not in lease.moving:
+                self._cache.enter(names[block_idx], lease.blocks[block_idx], block_idx, lease, keys.tenant)
+        lease.num_named = num_full
+
+    def drop_cached(self, tenant: str | None = None) -> int:
+        """Forget what the prefix cache holds, of one tenant or of all; returns the blocks that it held. Running
+        requests keep theirs."""
+        return self._cache.clear(tenant)
+
+    def release(self, lease: KVLease, *, is_trusted: bool = True) -> None:
+        """End a lease; its blocks become free, those that move when their move ends, or stay in the prefix cache.
+
+        Args:
+            is_trusted: its blocks may serve others; False after a fault.
+        """
         self._check_open(lease)
         del self._leases[lease.request_id]
-        for move in lease.moving.values():
-            del self._movers[move.move_id]
-        for block in lease.blocks:
-            self._tiers.release(block)
+        if not is_trusted:
+            self._cache.distrust(lease)
+        for block_idx, move in lease.moving.items():
+            if block_idx not in lease.cached:
+                del self._movers[move.move_id]
+        for block_idx, block in enumerate(lease.blocks):
+            if block_idx not in lease.cached:
+                self._tiers.release(block)
+        self._cache.leave(lease)
         lease.blocks.clear()
 
     def num_missing_blocks(self, lease: KVLease | None, num_tokens: int) -> int:
@@ -128,9 +195,10 @@ class KVManager:
         """
         self._check_open(lease)
         num_missing = self.num_missing_blocks(lease, num_tokens)
-        if num_missing > self._tiers.num_free:
+        if num_missing > self.num_free_blocks:
             return False
-        lease.context_len, lease.next_len = num_tokens, max(num_known_tokens, num_tokens + 1)
+        lease.context_len = num_tokens
+        lease.wants = self._residency.wants(num_tokens, max(num_known_tokens, num_tokens + 1))
         if num_missing:
             self._add_blocks(lease, num_missing)
         return True
@@ -146,7 +214,8 @@ class KVManager:
         return lease.table
 
     def begin_demotions(self, num_computed_tokens: Mapping[KVLease, int]) -> tuple[BlockMove, ...]:
-        """Begin to move blocks from the accelerator tier that residency does not want there, as far as there is room.
+        """Begin to move blocks from the accelerator tier that residency does not want there, as far as there is room;
+        then idle ones, if little of the tier is free.
 
         Args:
             num_computed_tokens: tokens of each lease that were computed before the coming step; only blocks that are
@@ -155,16 +224,21 @@ class KVManager:
         moves: list[BlockMove] = []
         if not self._below:
             return ()
-        for lease, resident in zip(self._leases.values(), self._choose(), strict=True):
+        resident = dict(zip(self._leases.values(), self._choose(), strict=True))
+        for lease, kept in resident.items():
+            if kept.num_first + kept.num_last >= kept.num_blocks:  # all of it
+                continue
             num_full = num_computed_tokens.get(lease, 0) // self._block_size
             for block_idx in sorted(lease.on_accelerator - lease.moving.keys()):
-                if block_idx >= num_full or block_idx in resident:
+                cached = lease.cached.get(block_idx)
+                readers = cached.holders if cached is not None else (lease,)
+                if block_idx >= num_full or any(block_idx in resident[reader] for reader in readers):
                     continue
                 move = self._try_demote(lease, block_idx)
                 if move is None:
                     return tuple(moves)
                 moves.append(move)
-        return tuple(moves)
+        return (*moves, *self._begin_idle_demotions())
 
     def finish_moves(self, finished: Iterable[MoveId], failed: Iterable[MoveId]) -> None:
         """End moves: finished ones are committed, failed ones aborted and counted.
@@ -174,7 +248,10 @@ class KVManager:
         """
         for move_id in finished:
             self._tiers.commit_move(move_id)
-            if mover := self._movers.pop(move_id, None):
+            mover = self._movers.pop(move_id, None)
+            if isinstance(mover, CachedBlock):
+                self._cache.end_move(mover, is_committed=True)
+            elif mover is not None:
                 lease, block_idx = mover
                 lease.blocks[block_idx] = lease.moving.pop(block_idx).target
                 lease.table = ()
@@ -183,7 +260,10 @@ class KVManager:
         for move_id in failed:
             self._tiers.abort_move(move_id)
             num_failed += 1
-            if mover := self._movers.pop(move_id, None):
+            mover = self._movers.pop(move_id, None)
+            if isinstance(mover, CachedBlock):
+                self._cache.end_move(mover, is_committed=False)
+            elif mover is not None:
                 lease, block_idx = mover
                 del lease.moving[block_idx]
         if num_failed:
@@ -192,29 +272,33 @@ class KVManager:
             logger.log(level, "moves failed: %d (%d so far); their blocks stay", num_failed, self._num_failed_moves)
 
     def check(self) -> None:
-        """Every tier conserves its blocks, and each used block belongs to exactly one lease or to a move's end.
+        """Every tier conserves its blocks; each used block belongs to one lease, to leases that share it, or to the end
+        of a move; each cached one is idle in the prefix cache.
 
         Raises:
             InternalError: a block is lost or is owned twice.
         """
         self._tiers.check()
-        owned = [block for lease in self._leases.values() for block in lease.blocks]
+        self._cache.check()
+        leases = self._leases.values()
+        own = [block for lease in leases for idx, block in enumerate(lease.blocks) if idx not in lease.cached]
+        shared = {cached for lease in leases for cached in lease.cached.values()}
+        owned = [*own, *(cached.place for cached in shared)]
         if len(set(owned)) != len(owned):
             raise InternalError("a block belongs to two leases")
         for tier, usage in self.usage().items():
             num_owned = sum(block.tier is tier for block in owned) + self._tiers.num_released(tier)
             if num_owned != usage.used:
                 raise InternalError(f"tier {tier} has {usage.used} used blocks, but {num_owned} are owned")
-        for lease in self._leases.values():
-            indices = {block_idx for block_idx, block in enumerate(lease.blocks) if block.tier is Tier.GPU}
-            if indices != lease.on_accelerator:
-                raise InternalError(f"the lease of {lease.request_id} has lost track of its accelerator blocks")
-            if any(lease.blocks[block_idx] != move.source for block_idx, move in lease.moving.items()):
-                raise InternalError(f"the lease of {lease.request_id} names a block that is not the source of its move")
+        num_doubles = sum(len(cached.holders) - 1 for cached in shared if cached.place.tier is Tier.GPU)
+        if num_doubles != self._cache.num_doubles:
+            raise InternalError(f"{num_doubles} places are counted twice, not {self._cache.num_doubles}")
+        for lease in leases:
+            _check_lease(lease)
 
     def _choose(self) -> list[ResidentBlocks]:
-        leases = self._leases.values()
-        return self._residency.choose([lease.context_len for lease in leases], [lease.next_len for lease in leases])
+        wants = [lease.wants for lease in self._leases.values()]
+        return self._residency.share(wants, num_doubles=self._cache.num_doubles)
 
     def _add_blocks(self, lease: KVLease, num_missing: int) -> None:
         resident = dict(zip(self._leases, self._choose(), strict=True))[lease.request_id]
@@ -224,23 +308,60 @@ class KVManager:
         for block_idx in sorted(range(len(lease.blocks), num_blocks), key=resident.rank):
             # The last free place is left to the block that the next step opens, unless the block is unfinished itself.
             num_kept = int(block_idx < num_full and num_blocks < resident.num_blocks)
-            is_near = block_idx in resident and self._tiers.num_free_on(Tier.GPU) > num_kept
+            is_near = block_idx in resident and self._num_available_on(Tier.GPU) > num_kept
             added[block_idx] = self._take_first((Tier.GPU, *self._below) if is_near else (*self._below, Tier.GPU))
         lease.on_accelerator.update(block_idx for block_idx, block in added.items() if block.tier is Tier.GPU)
         lease.blocks.extend(_in_order(added))
         lease.table = ()
 
+    def _num_available_on(self, tier: Tier) -> int:
+        return self._tiers.num_free_on(tier) + self._cache.num_evictable_on(tier)
+
     def _take_first(self, tiers: tuple[Tier, ...]) -> BlockRef:
         for tier in tiers:
-            if block := self._tiers.try_take(tier):
+            block = self._tiers.try_take(tier)
+            if block is None and self._cache.try_evict(tier):
+                block = self._tiers.try_take(tier)
+            if block is not None:
                 return block
         raise InternalError("no tier has a free block, although there were enough")
 
     def _try_demote(self, lease: KVLease, block_idx: int) -> BlockMove | None:
         for tier in self._below:
-            if move := self._tiers.begin_move(lease.blocks[block_idx], tier):
-                lease.moving[block_idx] = move
-                self._movers[move.move_id] = lease, block_idx
+            if self._tiers.num_free_on(tier) or self._cache.try_evict(tier):
+                move = self._tiers.begin_move(lease.blocks[block_idx], tier)
+                if move is not None:
+                    cached = lease.cached.get(block_idx)
+                    if cached is not None:
+                        self._cache.begin_move(cached, move)
+                    else:
+                        lease.moving[block_idx] = move
+                    self._movers[move.move_id] = cached or (lease, block_idx)
+                    return move
+        return None
+
+    def _begin_idle_demotions(self) -> list[BlockMove]:
+        """Clear the reserve of the accelerator tier; only beside running requests, so that an engine comes to rest."""
+        moves: list[BlockMove] = []
+        num_free = self._tiers.num_free_on(Tier.GPU) + self._tiers.num_moves
+        for _ in range(self._num_reserved - num_free if self._leases else 0):
+            block = self._cache.first_on(Tier.GPU)
+            move = self._try_demote_idle(block) if block is not None else None
+            if move is None:
+                break
+            moves.append(move)
+        return moves
+
+    def _try_demote_idle(self, block: CachedBlock) -> BlockMove | None:
+        """Move an idle block down, in place of one that was not used for longer if need be."""
+        for tier in self._below:
+            oldest = self._cache.first_on(tier)
+            if not self._tiers.num_free_on(tier) and oldest is not None and oldest.last_used < block.last_used:
+                self._cache.evict(oldest)
+            move = self._tiers.begin_move(block.place, tier)
+            if move is not None:
+                self._cache.begin_move(block, move)
+                self._movers[move.move_id] = block
                 return move
         return None
 
@@ -253,3 +374,16 @@ def _in_order(added: Mapping[int, BlockRef]) -> list[BlockRef]:
     """The blocks by index, with the ids of each tier ascending: attention reads side by side what lies side by side."""
     ids = {tier: iter(sorted(b.block_id for b in added.values() if b.tier is tier)) for tier in Tier}
     return [BlockRef(added[block_idx].tier, next(ids[added[block_idx].tier])) for block_idx in sorted(added)]
+
+
+def _check_lease(lease: KVLease) -> None:
+    indices = {block_idx for block_idx, block in enumerate(lease.blocks) if block.tier is Tier.GPU}
+    if indices != lease.on_accelerator:
+        raise InternalError(f"the lease of {lease.request_id} has lost track of its accelerator blocks")
+    if any(lease.blocks[block_idx] != move.source for block_idx, move in lease.moving.items()):
+        raise InternalError(f"the lease of {lease.request_id} names a block that is not the source of its move")
+    for block_idx, cached in lease.cached.items():
+        if lease.blocks[block_idx] != cached.place or cached.block_idx != block_idx or lease not in cached.holders:
+            raise InternalError(f"the lease of {lease.request_id} and the prefix cache disagree on block {block_idx}")
+        if (lease.moving.get(block_idx) is None) != (cached.move is None):
+            raise InternalError(f"the lease of {lease.request_id} has lost track of a move of block {block_idx}")

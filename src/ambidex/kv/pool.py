@@ -1,10 +1,14 @@
-"""`BlockPool`: which blocks of one tier are free, used or in flight. Identities only; the bytes live in the data plane.
+"""`BlockPool`: which blocks of one tier are free, used, cached or in flight. Identities only; the bytes live in the
+data plane.
 
     free ── try_take ──▶ used ── give_back ──▶ free
-    free ── try_reserve ──▶ in flight ── commit ──▶ used
+                         used ── retire ──▶ cached ── revive ──▶ used
+                                            cached ── drop ──▶ free
+    free ── try_reserve ──▶ in flight ── commit ──▶ used, or cached
                             in flight ── cancel ──▶ free
 
-A block in flight is the target of a move: nobody reads it, nobody may take it.
+A block in flight is the target of a move: nobody reads it, nobody may take it. A cached block holds tokens that no
+request reads now.
 """
 
 import heapq
@@ -22,6 +26,7 @@ class PoolUsage:
     free: int
     used: int
     in_flight: int
+    cached: int = 0
 
 
 class BlockPool:
@@ -34,6 +39,7 @@ class BlockPool:
         self._num_blocks = num_blocks
         self._free = [BlockId(block_id) for block_id in range(num_blocks)]  # a heap: the lowest id is taken first
         self._used: set[BlockId] = set()
+        self._cached: set[BlockId] = set()
         self._in_flight: set[BlockId] = set()
 
     @property
@@ -45,12 +51,20 @@ class BlockPool:
     def usage(self) -> PoolUsage:
         """Blocks by state."""
         return PoolUsage(
-            total=self._num_blocks, free=len(self._free), used=len(self._used), in_flight=len(self._in_flight)
+            total=self._num_blocks,
+            free=len(self._free),
+            used=len(self._used),
+            in_flight=len(self._in_flight),
+            cached=len(self._cached),
         )
 
     def is_used(self, block_id: BlockId) -> bool:
-        """Whether the block holds readable tokens."""
+        """Whether the block holds tokens of a request."""
         return block_id in self._used
+
+    def is_cached(self, block_id: BlockId) -> bool:
+        """Whether the block holds tokens that no request reads now."""
+        return block_id in self._cached
 
     def is_in_flight(self, block_id: BlockId) -> bool:
         """Whether the block is the target of a move."""
@@ -69,10 +83,25 @@ class BlockPool:
         self._leave(self._used, block_id, "used")
         heapq.heappush(self._free, block_id)
 
-    def commit(self, block_id: BlockId) -> None:
-        """A block in flight becomes used."""
-        self._leave(self._in_flight, block_id, "in flight")
+    def retire(self, block_id: BlockId) -> None:
+        """A used block becomes cached."""
+        self._leave(self._used, block_id, "used")
+        self._cached.add(block_id)
+
+    def revive(self, block_id: BlockId) -> None:
+        """A cached block becomes used."""
+        self._leave(self._cached, block_id, "cached")
         self._used.add(block_id)
+
+    def drop(self, block_id: BlockId) -> None:
+        """A cached block becomes free."""
+        self._leave(self._cached, block_id, "cached")
+        heapq.heappush(self._free, block_id)
+
+    def commit(self, block_id: BlockId, *, as_cached: bool = False) -> None:
+        """A block in flight becomes used, or cached."""
+        self._leave(self._in_flight, block_id, "in flight")
+        (self._cached if as_cached else self._used).add(block_id)
 
     def cancel(self, block_id: BlockId) -> None:
         """A block in flight becomes free."""
@@ -85,7 +114,7 @@ class BlockPool:
         Raises:
             InternalError: a block is lost or is in two states.
         """
-        blocks = sorted([*self._free, *self._used, *self._in_flight])
+        blocks = sorted([*self._free, *self._used, *self._cached, *self._in_flight])
         if blocks != list(range(self._num_blocks)):
             raise InternalError(
                 f"tier {self._tier} has {self._num_blocks} blocks, but {self.usage} hold {len(set(blocks))} of them"

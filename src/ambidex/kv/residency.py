@@ -45,18 +45,29 @@ class Residency:
         self._regions = regions
         self._num_blocks = num_blocks
 
-    def choose(self, context_lens: Sequence[int], next_lens: Sequence[int]) -> list[ResidentBlocks]:
+    def choose(
+        self, context_lens: Sequence[int], next_lens: Sequence[int], *, num_doubles: int = 0
+    ) -> list[ResidentBlocks]:
         """For each context its blocks that belong on the accelerator tier; in sum, they fit.
 
         Args:
             context_lens: tokens of each context after the coming step.
             next_lens: tokens to which it is to grow then, at least as many.
+            num_doubles: places of the tier that several contexts share, counted once less than there are contexts. When
+                what is shared leaves the tier, there are fewer in the next step, until all fits.
         """
-        wants = [self._wants(*lens) for lens in zip(context_lens, next_lens, strict=True)]
-        shares = share_fairly([want.num_first + want.num_last for want in wants], self._num_blocks)
+        return self.share(list(map(self.wants, context_lens, next_lens)), num_doubles=num_doubles)
+
+    def share(self, wants: Sequence[ResidentBlocks], *, num_doubles: int = 0) -> list[ResidentBlocks]:
+        """The same from what each context wants, when that is known."""
+        numbers = [want.num_first + want.num_last for want in wants]
+        if sum(numbers) <= self._num_blocks + num_doubles:
+            return list(wants)
+        shares = share_fairly(numbers, self._num_blocks + num_doubles)
         return [_within(want, share) for want, share in zip(wants, shares, strict=True)]
 
-    def _wants(self, context_len: int, next_len: int) -> ResidentBlocks:
+    def wants(self, context_len: int, next_len: int) -> ResidentBlocks:
+        """What a context would have on the accelerator tier if it were alone there."""
         num_sink = self._regions.num_sink_blocks(context_len)
         num_recent = self._regions.num_recent_blocks(context_len)
         num_blocks = -(-context_len // self._regions.block_size)

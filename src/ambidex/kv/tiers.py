@@ -1,8 +1,8 @@
 """`TieredBlocks`: the pools of all tiers and the two-phase moves between them. Counts and moves; picks nothing.
 
-    begin_move     source: used, moving       target: free → in flight
-    commit_move    source: → free             target: → used
-    abort_move     source: used, as before    target: → free
+    begin_move     source: used or cached, moving    target: free → in flight
+    commit_move    source: → free                    target: → what the source was
+    abort_move     source: as before                 target: → free
 
 A moving source stays readable, but cannot be moved again. Releasing it is legal (its request was cancelled): then
 source and target both become free when the move ends, whichever way, because a copy may still read the one and write
@@ -69,13 +69,27 @@ class TieredBlocks:
         else:
             self._released.add(move_id)
 
+    def retire(self, block: BlockRef) -> None:
+        """A used block becomes cached, also while it moves."""
+        self._pools[block.tier].retire(block.block_id)
+
+    def revive(self, block: BlockRef) -> None:
+        """A cached block becomes used, also while it moves."""
+        self._pools[block.tier].revive(block.block_id)
+
+    def drop(self, block: BlockRef) -> None:
+        """A cached block that does not move becomes free."""
+        if block in self._moving:
+            raise InternalError(f"{block} is dropped while it moves")
+        self._pools[block.tier].drop(block.block_id)
+
     def begin_move(self, source: BlockRef, target_tier: Tier) -> BlockMove | None:
         """Reserve a block of `target_tier` for a copy of `source`; None if there is none, then nothing changes.
 
         Raises:
             InternalError: the source holds no tokens, is already moving or lies on that tier.
         """
-        if source.tier not in self._pools or not self._pools[source.tier].is_used(source.block_id):
+        if not self._holds_tokens(source):
             raise InternalError(f"{source} is to be moved, but holds nothing")
         if source in self._moving or source.tier is target_tier:
             raise InternalError(f"{source} is already moving or already on tier {target_tier}")
@@ -89,17 +103,19 @@ class TieredBlocks:
         return move
 
     def commit_move(self, move_id: MoveId) -> None:
-        """The copy is complete: the target is used, the source free (both are free if the source was released).
+        """The copy is complete: the target is what the source was, which is free (both are, if it was released).
 
         Raises:
             InternalError: no such move is in flight.
         """
         move, was_released = self._end(move_id)
-        self._pools[move.source.tier].give_back(move.source.block_id)
+        source, target = self._pools[move.source.tier], self._pools[move.target.tier]
+        is_cached = source.is_cached(move.source.block_id)
+        (source.drop if is_cached else source.give_back)(move.source.block_id)
         if was_released:
-            self._pools[move.target.tier].cancel(move.target.block_id)
+            target.cancel(move.target.block_id)
         else:
-            self._pools[move.target.tier].commit(move.target.block_id)
+            target.commit(move.target.block_id, as_cached=is_cached)
 
     def abort_move(self, move_id: MoveId) -> None:
         """The copy failed: the target is free, the source as before (free if it was released).
@@ -126,13 +142,17 @@ class TieredBlocks:
             pool.check()
         for move in self._moves.values():
             source, target = move.source, move.target
-            if not self._pools[source.tier].is_used(source.block_id) or self._moving[source] != move.move_id:
+            if not self._holds_tokens(source) or self._moving[source] != move.move_id:
                 raise InternalError(f"the source of {move} holds nothing or moves elsewhere")
             if not self._pools[target.tier].is_in_flight(target.block_id):
                 raise InternalError(f"the target of {move} is not in flight")
         num_in_flight = sum(usage.in_flight for usage in self.usage().values())
         if not num_in_flight == len(self._moves) == len(self._moving) or not self._released <= self._moves.keys():
             raise InternalError(f"{num_in_flight} blocks are in flight for {len(self._moves)} moves")
+
+    def _holds_tokens(self, block: BlockRef) -> bool:
+        pool = self._pools.get(block.tier)
+        return pool is not None and (pool.is_used(block.block_id) or pool.is_cached(block.block_id))
 
     def _end(self, move_id: MoveId) -> tuple[BlockMove, bool]:
         if move_id not in self._moves:

@@ -123,7 +123,7 @@ def _open_checkpoint(source: ModelSource, spec: ModelSpec, names: Collection[str
     if not source.files:
         raise WeightsError(
             f"{source.folder} has no .safetensors files (pickled weights are not read): download them, or use "
-            "--load-format dummy for random weights"
+            "`load_format` dummy for random weights"
         )
     checkpoint: dict[str, _Stored] = {}
     for path in source.files:
@@ -236,7 +236,7 @@ def _write(place: Tensor, values: Tensor, name: str) -> None:
         return
     if not place.isfinite().all() and values.isfinite().all():
         raise WeightsError(
-            f"{name} holds {values.abs().max().item():g}, beyond the 65504 of fp16: use --dtype bf16 or --dtype fp32"
+            f"{name} holds {values.abs().max().item():g}, beyond the 65504 of fp16: use `dtype` bf16 or `dtype` fp32"
         )
 
 

@@ -29,7 +29,7 @@ def choose_device(kind: DeviceKind) -> torch.device:
     """
     has_cuda = torch.cuda.is_available()
     if kind is DeviceKind.CUDA and not has_cuda:
-        raise ConfigError("--device is cuda, but torch sees no CUDA device: run `ambidex doctor`, or use --device cpu")
+        raise ConfigError("`device` is cuda, but torch sees no CUDA device: run `ambidex doctor`, or use `device` cpu")
     if kind is DeviceKind.CPU or not has_cuda:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -17,7 +17,7 @@ SAMPLE_BYTES: Final = 16 * 2**20
 
 class VerifiedExecutor:
     """Another executor. Of the complete blocks in host memory that a step reads, a sample is checked first; the next
-    step goes on where it ended, so that all are checked in turn. A request that owns a changed block fails before
+    step goes on where it ended, so that all are checked in turn. Requests that read a changed block fail before
     anything is computed from it.
 
     Args:
@@ -52,7 +52,7 @@ class VerifiedExecutor:
                 self._checksums.check(block_id)
             except IntegrityError as error:
                 num_corrupt += 1
-                failures[owners[block_id]] = str(error)
+                failures |= dict.fromkeys(owners[block_id], str(error))
         plan = replace(plan, requests=tuple(r for r in plan.requests if r.request_id not in failures))
         for request in plan.requests:
             for block_id, _ in self._written(request):
@@ -66,14 +66,14 @@ class VerifiedExecutor:
             num_corrupt_blocks=num_corrupt,
         )
 
-    def _owners(self, plan: StepPlan) -> Mapping[int, RequestId]:
-        """Who reads which of the blocks that have a checksum."""
-        return {
-            block.block_id: request.request_id
-            for request in plan.requests
-            for block in request.blocks[: request.start // self._block_size]
-            if block.tier is self._checksums.pool.tier and block.block_id in self._checksums
-        }
+    def _owners(self, plan: StepPlan) -> Mapping[int, list[RequestId]]:
+        """Who reads which of the blocks that have a checksum; several requests may share one."""
+        owners: dict[int, list[RequestId]] = {}
+        for request in plan.requests:
+            for block in request.blocks[: request.start // self._block_size]:
+                if block.tier is self._checksums.pool.tier and block.block_id in self._checksums:
+                    owners.setdefault(block.block_id, []).append(request.request_id)
+        return owners
 
     def _next_sample(self, block_ids: list[int]) -> list[int]:
         """The blocks whose turn it is: those behind the last one that was checked, then from the beginning."""

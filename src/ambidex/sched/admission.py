@@ -23,11 +23,13 @@ class Admission(StrEnum):
 class AdmissionState:
     """What the decision depends on.
 
-    `num_needed_blocks` hold the known tokens of the waiting request; `num_reserved_blocks` are those that running
-    requests lack for their known tokens and to grow by one block each.
+    `num_needed_blocks` hold the known tokens of the waiting request, `num_cached_blocks` of them are there already (and
+    not among the free ones); `num_reserved_blocks` are those that running requests lack for their known tokens and to
+    grow by one block each.
     """
 
     num_needed_blocks: int
+    num_cached_blocks: int = 0
     num_reserved_blocks: int
     num_free_blocks: int
     num_total_blocks: int
@@ -44,6 +46,6 @@ def decide_admission(state: AdmissionState) -> Admission:
         return Admission.NO_TOKENS
     if state.num_running >= state.max_running:
         return Admission.TOO_MANY_RUNNING
-    if state.num_needed_blocks + state.num_reserved_blocks > state.num_free_blocks:
+    if state.num_needed_blocks - state.num_cached_blocks + state.num_reserved_blocks > state.num_free_blocks:
         return Admission.NO_BLOCKS
     return Admission.ADMIT

@@ -1,10 +1,13 @@
 """`Scheduler`: who computes which tokens in the next step, and what follows from what the step gave.
 
 One counter a request, `num_computed_tokens`, catches up with `num_tokens`; prefill, its chunks, decode and computing
-again after a preemption are the same thing. Running requests come first, then waiting ones, both in order of arrival.
-When blocks run out, the running request that arrived last yields: its blocks are freed and it computes again later. The
-one that needs the blocks never yields itself: if it arrived last, it keeps what it has and sits the step out. So the
-oldest request always advances, and each ends.
+again after a preemption are the same thing. Running requests come first, in the order in which they started, then
+those that had to yield, then the others, as `FairQueue` orders them. When blocks run out, the running request that
+started last yields: its blocks are freed and it computes again later, before any other starts. The one that needs the
+blocks never yields itself: if it started last, it keeps what it has and sits the step out. So the request that started
+first always advances, and each ends.
+
+A request begins behind the blocks that the prefix cache has of it, also when it begins again after it has yielded.
 
 A request for whose chunk the accelerator had no memory tries again with half of it, down to one block, then fails.
 
@@ -20,10 +23,13 @@ from ambidex.core.errors import ContextLengthError, InternalError, RequestError
 from ambidex.core.ids import RequestId
 from ambidex.core.request import FinishReason, Request, RequestStatus
 from ambidex.core.step import NewRequest, SampledToken, ScheduledRequest, StepPlan, StepResult
-from ambidex.kv.manager import KVLease, KVManager
+from ambidex.kv.lease import KVLease
+from ambidex.kv.manager import KVManager, PrefixHit
+from ambidex.kv.prefix_cache import PrefixCacheStats
 from ambidex.sched.admission import Admission, AdmissionState, decide_admission
 from ambidex.sched.budget import TokenBudget
-from ambidex.sched.queue import Entry, RequestQueues
+from ambidex.sched.entry import Entry
+from ambidex.sched.queue import RequestQueues
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +73,7 @@ class Scheduler:
         self._gone: list[RequestId] = []  # announced to the executor, to be forgotten by it
         self._failed: list[Request] = []  # failed while scheduling, to be reported by `update`
         self._num_preemptions = 0
+        self._num_cached_tokens = 0
         self._num_smaller_chunks = 0
 
     @property
@@ -90,6 +97,27 @@ class Scheduler:
         return self._num_preemptions
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that the prefix cache has spared from being computed."""
+        return self._num_cached_tokens
+
+    def cache_stats(self) -> PrefixCacheStats:
+        """What the prefix cache holds and has done."""
+        return self._kv.cache_stats()
+
+    def drop_cached(self, tenant: str | None = None) -> int:
+        """Forget what the prefix cache holds, of one tenant or of all; returns the blocks that it held."""
+        return self._kv.drop_cached(tenant)
+
+    def check(self) -> None:
+        """The books of all tiers are right.
+
+        Raises:
+            InternalError: they are not.
+        """
+        self._kv.check()
+
+    @property
     def num_smaller_chunks(self) -> int:
         """Times that the accelerator had no memory for a chunk, so that a smaller one was tried."""
         return self._num_smaller_chunks
@@ -108,7 +136,8 @@ class Scheduler:
             raise ContextLengthError(len(request.prompt_token_ids), limit)
         if self._queues.find(request.request_id):
             raise RequestError(f"request {request.request_id} has not ended: choose another name")
-        self._queues.add(request)
+        entry = self._queues.add(request)
+        entry.keys = self._kv.make_keys(tenant=request.tenant, salt=request.cache_salt)
 
     def abort(self, request_id: RequestId) -> bool:
         """End a request now, in whatever state it is; False if none of that name is left."""
@@ -195,14 +224,16 @@ class Scheduler:
 
     def _start_waiting(self, draft: _Draft) -> None:
         while entry := self._queues.first_waiting:
-            decision = decide_admission(self._admission_state(entry, draft.budget))
+            prefix = self._kv.find_prefix(entry.keys, entry.request.token_ids, entry.request.num_tokens)
+            decision = decide_admission(self._admission_state(entry, prefix, draft.budget))
             if decision is Admission.NEVER_FITS:
                 self._fail(entry)
                 continue
             if decision is not Admission.ADMIT:
                 return
-            entry.lease = self._kv.open(entry.request_id)
+            entry.lease = self._kv.open(entry.request_id, prefix)
             self._queues.start(entry)
+            self._skip(entry, prefix.num_tokens)
             num_tokens = _next_len(entry, draft)
             if not self._try_extend(entry, num_tokens):
                 raise InternalError(f"request {entry.request_id} was admitted, but does not fit")
@@ -237,11 +268,21 @@ class Scheduler:
             )
         )
 
-    def _admission_state(self, entry: Entry, budget: TokenBudget) -> AdmissionState:
+    def _skip(self, entry: Entry, num_tokens: int) -> None:
+        """The first tokens of a request that starts are there already."""
+        request = entry.request
+        request.num_computed_tokens = num_tokens
+        self._num_cached_tokens += num_tokens
+        if not entry.is_announced:
+            request.num_cached_tokens = num_tokens
+            self._queues.charge(entry, request.num_tokens - num_tokens)
+
+    def _admission_state(self, entry: Entry, prefix: PrefixHit, budget: TokenBudget) -> AdmissionState:
         return AdmissionState(
             num_needed_blocks=self._kv.num_missing_blocks(None, entry.request.num_tokens),
+            num_cached_blocks=len(prefix.blocks),
             num_reserved_blocks=sum(self._num_reserved_blocks(running) for running in self._queues.running()),
-            num_free_blocks=self._kv.num_free_blocks,
+            num_free_blocks=self._kv.num_free_blocks - prefix.num_idle,
             num_total_blocks=self._kv.num_blocks,
             num_running=self._queues.num_running,
             max_running=self._max_running_requests,
@@ -276,9 +317,11 @@ class Scheduler:
     def _advance(self, entry: Entry, chunk: ScheduledRequest, token: SampledToken | None) -> None:
         request = entry.request
         request.num_computed_tokens = chunk.start + len(chunk.token_ids)
+        self._kv.keep_computed(_lease(entry), entry.keys, request.token_ids, request.num_computed_tokens)
         if not chunk.is_sampled or token is None:
             return
         request.output_token_ids.append(token.token_id)
+        self._queues.charge(entry, 1)
         reason = self._finish_reason(request)
         if reason:
             self._end(entry, reason)
@@ -313,22 +356,22 @@ class Scheduler:
         num_needed = self._kv.num_missing_blocks(None, entry.request.num_tokens)
         error = (
             f"a context of {entry.request.num_tokens} tokens needs {num_needed} KV blocks, all tiers together have "
-            f"{self._kv.num_blocks} of {self._kv.block_size} tokens: raise --kv-gpu-tokens or --dram-memory"
+            f"{self._kv.num_blocks} of {self._kv.block_size} tokens: raise `kv_gpu_tokens` or `dram_memory`"
         )
         self._end(entry, FinishReason.ERROR, error)
         self._failed.append(entry.request)
 
     def _end(self, entry: Entry, reason: FinishReason, error: str | None = None) -> None:
         self._queues.remove(entry)
-        self._release(entry)
+        self._release(entry, is_trusted=reason is not FinishReason.ERROR)
         entry.request.finish_reason = reason
         entry.request.error = error
         if entry.is_announced:
             self._gone.append(entry.request_id)
 
-    def _release(self, entry: Entry) -> None:
+    def _release(self, entry: Entry, *, is_trusted: bool = True) -> None:
         if entry.lease:
-            self._kv.release(entry.lease)
+            self._kv.release(entry.lease, is_trusted=is_trusted)
             entry.lease = None
 
 

@@ -24,10 +24,11 @@ RESTART_S: Final = 60.0
 
 @dataclass(slots=True)
 class _Choice:
-    """One choice; `latest` is what has come since the reader last looked."""
+    """One choice; `latest` is what has come since the reader last looked, `held` the text of those it came after."""
 
     request: Request
     latest: RequestOutput | None = None
+    held: str = ""
     last_token_s: float | None = None
     num_tokens: int = 0
     is_finished: bool = False
@@ -158,6 +159,8 @@ class Answer:
                 output, choice.latest = choice.latest, None
                 if output is None:
                     continue
+                if choice.held:
+                    output, choice.held = replace(output, delta=choice.held + output.delta), ""
                 if output.finish_reason is FinishReason.ERROR:
                     raise RequestFailedError(output.error or "the engine gave no reason")
                 choice.is_finished = output.is_finished
@@ -197,7 +200,14 @@ class Answer:
         self._error = None
         for choice in self._choices:
             old = choice.request
-            choice.request, choice.latest = llm.make_request(old.prompt_token_ids, old.params), None
+            choice.request = llm.make_request(
+                old.prompt_token_ids,
+                old.params,
+                tenant=old.tenant,
+                cache_salt=old.cache_salt,
+                priority=old.priority,
+            )
+            choice.latest, choice.held = None, ""
         logger.warning("answer %s is queued again", self.id)
         self._submit(llm)
 
@@ -207,8 +217,9 @@ class Answer:
         else:
             choice = self._choices[idx]
             self._note_time(idx, reply)
-            before = choice.latest
-            choice.latest = reply if before is None else replace(reply, delta=before.delta + reply.delta)
+            if choice.latest is not None:
+                choice.held += choice.latest.delta
+            choice.latest = reply
         self._news.set()
 
     def _note_time(self, idx: int, output: RequestOutput) -> None:

@@ -145,6 +145,8 @@ def _add_routes(app: FastAPI, handlers: Handlers) -> None:
     get("/ready", handlers.ready)
     get("/metrics", handlers.metrics_text)
     get("/v1/ambidex/status", handlers.status)
+    get("/v1/ambidex/cache", handlers.cache)
+    app.add_api_route("/v1/ambidex/cache", handlers.drop_cache, methods=["DELETE"], response_model=None)
     app.openapi = lambda: _describe(app, bodies)  # type: ignore[method-assign]
 
 

@@ -1,11 +1,12 @@
 """One table: exception → HTTP status and error body in OpenAI's shape."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from starlette.exceptions import HTTPException
 
+from ambidex.core.config import EngineConfig, with_flags
 from ambidex.core.errors import (
     AmbidexError,
     CallerError,
@@ -15,6 +16,7 @@ from ambidex.core.errors import (
     RequestFailedError,
 )
 
+_SETTINGS: Final = frozenset(item.name for item in fields(EngineConfig))
 RETRY_S: Final = 2
 """Seconds after which a client that was turned away may come again."""
 
@@ -73,20 +75,27 @@ def unavailable(message: str, *, code: str, status: int = 503) -> RefusedError:
     )
 
 
-def context_length(num_prompt_tokens: int, num_output_tokens: int, limit: int, *, param: str) -> RefusedError:
-    """A prompt, or prompt and answer, longer than the context; agents read the wording and the counts."""
-    asked = f"{num_prompt_tokens} in the {param}"
+def context_length(
+    num_prompt_tokens: int, num_output_tokens: int, limit: int, *, prompt_param: str, output_param: str = "max_tokens"
+) -> RefusedError:
+    """A prompt, or prompt and answer, longer than the context; agents read the wording and the counts.
+
+    Args:
+        prompt_param, output_param: fields that the prompt and the length of the answer came from; the error names the
+            one to change.
+    """
+    asked = f"{num_prompt_tokens} in the {prompt_param}"
     if num_output_tokens:
         asked += f", {num_output_tokens} in the completion"
     return RefusedError(
         ErrorAnswer(
             status=400,
             message=f"This model's maximum context length is {limit} tokens. However, you requested "
-            f"{num_prompt_tokens + num_output_tokens} tokens ({asked}). Please reduce the length of the {param} or "
-            f"completion.",
+            f"{num_prompt_tokens + num_output_tokens} tokens ({asked}). Please reduce the length of the {prompt_param} "
+            f"or completion.",
             type="invalid_request_error",
             code="context_length_exceeded",
-            param=param,
+            param=prompt_param if num_prompt_tokens >= limit else output_param,
             extra={"num_prompt_tokens": num_prompt_tokens, "max_context_len": limit},
         )
     )
@@ -98,21 +107,26 @@ def answer_for(error: BaseException) -> ErrorAnswer:
         case RefusedError():
             return error.answer
         case ContextLengthError():
-            return context_length(error.num_prompt_tokens, 0, error.limit, param="messages").answer
+            return context_length(error.num_prompt_tokens, 0, error.limit, prompt_param="messages").answer
         case CallerError():
             param = _PARAMS.get(str(error).partition(" ")[0].rstrip(":"))
-            return ErrorAnswer(status=400, message=str(error), type="invalid_request_error", param=param)
+            return ErrorAnswer(status=400, message=_text(error), type="invalid_request_error", param=param)
         case MachineError():
-            return ErrorAnswer(status=503, message=str(error), type="service_unavailable", code="machine_error")
+            return ErrorAnswer(status=503, message=_text(error), type="service_unavailable", code="machine_error")
         case RequestFailedError():
-            return ErrorAnswer(status=500, message=str(error), type="server_error", code="request_failed")
+            return ErrorAnswer(status=500, message=_text(error), type="server_error", code="request_failed")
         case InternalError() | AmbidexError():
-            return ErrorAnswer(status=500, message=str(error), type="server_error", code="engine_failed")
+            return ErrorAnswer(status=500, message=_text(error), type="server_error", code="engine_failed")
         case HTTPException():
             return _http_answer(error)
     return ErrorAnswer(
         status=500, message=f"internal error ({type(error).__name__}); the server's log says more", type="server_error"
     )
+
+
+def _text(error: AmbidexError) -> str:
+    """The message; whoever runs the server set its settings by flags."""
+    return with_flags(str(error), _SETTINGS)
 
 
 def _http_answer(error: HTTPException) -> ErrorAnswer:

@@ -34,6 +34,7 @@ OPEN_PATHS: Final = frozenset({"/health", "/ready"})
 QUIET_PATHS: Final = OPEN_PATHS | {"/metrics", "/v1/ambidex/status"}
 """Asked again and again by machines: logged only when they fail."""
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_CLIENT_CHARS: Final = 12
 _CLIENT_GONE: Final = 499
 """Nobody reads it: for log and metrics."""
 
@@ -45,6 +46,8 @@ class Record:
     request_id: str
     client: str = ""
     """Name of the key that was sent: a digest of it. Requests of another client cannot be aborted."""
+    tenant: str = ""
+    """The whole digest: what requests of different keys never share goes by it."""
     status: int = 0
     fields: dict[str, Any] = field(default_factory=dict)
 
@@ -125,18 +128,19 @@ class Gate:
             )
         path = scope["path"]
         is_open = path in OPEN_PATHS or path in self._open_prefixes or scope["method"] == "OPTIONS"
-        record.client = self._client(headers)
+        record.tenant = self._tenant(headers)
+        record.client = record.tenant[:_CLIENT_CHARS]
         if self._keys and not record.client and not is_open:
             raise bad_request(
                 "no valid API key: send the header Authorization: Bearer KEY", code="invalid_api_key", status=401
             )
 
-    def _client(self, headers: Headers) -> str:
-        """Name of the client whose key was sent; empty if none of ours was. Each key is compared, in constant time."""
+    def _tenant(self, headers: Headers) -> str:
+        """Digest of the key that was sent; empty if none of ours was. Each key is compared, in constant time."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(key.strip().encode()).digest()
         is_known = [hmac.compare_digest(digest, known) for known in self._keys]
-        return digest.hex()[:12] if any(is_known) and scheme.lower() == "bearer" else ""
+        return digest.hex() if any(is_known) and scheme.lower() == "bearer" else ""
 
     def _is_own(self, origin: str, headers: Headers) -> bool:
         return origin.partition("://")[2] == headers.get("host", "")
@@ -155,7 +159,7 @@ class Gate:
         if scope["method"] != "OPTIONS" or "access-control-request-method" not in headers:
             return False
         allowed = {
-            "Access-Control-Allow-Methods": "GET, POST",
+            "Access-Control-Allow-Methods": "GET, POST, DELETE",
             "Access-Control-Allow-Headers": "Authorization, Content-Type, X-Request-Id",
             "Access-Control-Max-Age": "600",
         }

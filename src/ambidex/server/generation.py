@@ -14,7 +14,7 @@ from ambidex.server.answers import Answer, Answers
 from ambidex.server.errors import answer_for
 from ambidex.server.gate import record_of
 from ambidex.server.metrics import Metrics
-from ambidex.server.stream import DONE, EventStream, comment, event, while_connected
+from ambidex.server.stream import DONE, ChunkFrame, EventStream, comment, event, while_connected
 from ambidex.server.writers import Writer
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,8 @@ class Generation:
     writer: Writer
     model: str
     num_choices: int
+    num_each: int
+    """Choices of each prompt, side by side."""
     num_prompt_tokens: int
     """Each prompt counted once, however many choices it has."""
     is_stream: bool
@@ -66,11 +68,14 @@ class Generation:
 
     async def _events(self, http: HttpRequest, answers: Answers, metrics: Metrics) -> AsyncIterator[bytes]:
         last: dict[int, RequestOutput] = {}
-        extra: dict[str, Any] = {"warnings": list(self.warnings)} if self.warnings else {}
+        warnings: dict[str, Any] = {"warnings": list(self.warnings)} if self.warnings else {}
+        usage: dict[str, Any] = {"usage": None} if self.has_usage else {}
+        first = ChunkFrame(self._head(), usage | warnings)
+        frame = first if self.writer.kind == "text_completion" else ChunkFrame(self._head(), usage)
         try:
             for idx in range(self.num_choices):
                 for choice in self.writer.begin(idx):
-                    yield event(self._chunk([choice], **extra))
+                    yield first.event([choice])
             while not self.answer.is_finished:
                 news = await self.answer.next(self.ping_s or None)
                 if not news:
@@ -79,9 +84,10 @@ class Generation:
                 for idx, output in news:
                     last[idx] = output
                     for choice in self.writer.advance(idx, output):
-                        yield event(self._chunk([choice], **(extra if self.writer.kind == "text_completion" else {})))
+                        yield frame.event([choice])
             if self.has_usage:
-                yield event(self._chunk([], usage=self._usage(list(last.values()))))
+                outputs = [last[idx] for idx in range(self.num_choices)]
+                yield event(self._head() | {"choices": [], "usage": self._usage(outputs)})
             yield DONE
         except Exception as error:  # the status has been sent: all that is left is an event
             answer = answer_for(error)
@@ -92,15 +98,14 @@ class Generation:
         finally:
             self._close(http, answers, metrics)
 
-    def _chunk(self, choices: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
-        chunk = {
+    def _head(self) -> dict[str, Any]:
+        """What every chunk begins with."""
+        return {
             "id": self.answer.id,
             "object": self.writer.chunk_kind,
             "created": self.created_s,
             "model": self.model,
-            "choices": choices,
         }
-        return {**chunk, "usage": None, **extra} if self.has_usage else {**chunk, **extra}
 
     def _whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         body = {
@@ -115,11 +120,12 @@ class Generation:
 
     def _usage(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         num_output = sum(len(output.token_ids) for output in outputs)
+        num_cached = sum(output.num_cached_tokens for output in outputs[:: self.num_each])
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": num_output,
             "total_tokens": self.num_prompt_tokens + num_output,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": num_cached},
         }
 
     def _close(self, http: HttpRequest, answers: Answers, metrics: Metrics) -> None:

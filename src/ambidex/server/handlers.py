@@ -181,6 +181,9 @@ class Handlers:
                 "num_computed_tokens": stats.num_computed_tokens,
                 "num_output_tokens": stats.num_output_tokens,
                 "num_preemptions": stats.num_preemptions,
+                "num_cached_tokens": stats.num_cached_tokens,
+                "num_evicted_blocks": stats.num_evicted_blocks,
+                "num_cache_mismatches": stats.num_cache_mismatches,
                 "num_moves": stats.num_moves,
                 "num_failed_moves": stats.num_failed_moves,
                 "fallbacks": dict(stats.fallbacks),
@@ -188,6 +191,7 @@ class Handlers:
                     tier: {
                         "weights_bytes": status.weights_bytes.get(tier, 0),
                         "kv_bytes": stats.kv_bytes.get(tier, 0),
+                        "cached_bytes": stats.cached_bytes.get(tier, 0),
                         "peak_kv_bytes": stats.peak_kv_bytes.get(tier, 0),
                         "capacity_bytes": capacity,
                     }
@@ -198,6 +202,25 @@ class Handlers:
                 "report": llm.report.as_json(),
             }
         )
+
+    async def cache(self, http: HttpRequest) -> Response:
+        """`GET /v1/ambidex/cache`: what the prefix cache keeps and has done."""
+        del http
+        stats = self.service.engine().status().stats
+        return JSONResponse(
+            {
+                "cached_bytes": stats.cached_bytes,
+                "num_cached_tokens": stats.num_cached_tokens,
+                "num_computed_tokens": stats.num_computed_tokens,
+                "num_evicted_blocks": stats.num_evicted_blocks,
+                "num_cache_mismatches": stats.num_cache_mismatches,
+            }
+        )
+
+    async def drop_cache(self, http: HttpRequest) -> Response:
+        """`DELETE /v1/ambidex/cache`: forget what the prefix cache keeps of the caller's requests."""
+        num_blocks = await self.service.engine().drop_cached(record_of(http).tenant)
+        return JSONResponse({"num_dropped_blocks": num_blocks})
 
     async def _generate(
         self,
@@ -216,9 +239,9 @@ class Handlers:
         num_choices = num_each * len(prompts)
         self._check_choices(num_choices)
         for prompt in prompts:
-            self._check_length(llm, prompt, params, param)
+            self._check_length(llm, prompt, params, param, body)
         self.answers.check_room(num_choices)
-        requests = await self._make_requests(llm, prompts, params, num_each)
+        requests = await self._make_requests(llm, prompts, params, body, record_of(http).tenant)
         if body.user:
             record_of(http).fields["user"] = body.user
         answer = Answer(f"{prefix}-{uuid4().hex}", self.service, requests, self.metrics)
@@ -227,6 +250,7 @@ class Handlers:
             writer=writer,
             model=body.model or self.names[0],
             num_choices=num_choices,
+            num_each=num_each,
             num_prompt_tokens=sum(map(len, prompts)),
             is_stream=bool(body.stream),
             has_usage=is_usage_wanted(body),
@@ -237,10 +261,20 @@ class Handlers:
         return await generation.respond(http, self.answers, self.metrics)
 
     async def _make_requests(
-        self, llm: AsyncLLM, prompts: Sequence[list[int]], params: SamplingParams, num_each: int
+        self, llm: AsyncLLM, prompts: Sequence[list[int]], params: SamplingParams, body: Sampling, tenant: str
     ) -> list[Request]:
         def make() -> list[Request]:
-            return [llm.make_request(prompt, for_choice(params, idx)) for prompt in prompts for idx in range(num_each)]
+            return [
+                llm.make_request(
+                    prompt,
+                    for_choice(params, idx),
+                    tenant=tenant,
+                    cache_salt=body.cache_salt or "",
+                    priority=body.priority or 0,
+                )
+                for prompt in prompts
+                for idx in range(body.n or 1)
+            ]
 
         if params.guide is None:
             return await _aside(4 * sum(map(len, prompts)), make)
@@ -274,7 +308,9 @@ class Handlers:
                 param="n",
             )
 
-    def _check_length(self, llm: AsyncLLM, prompt: list[int], params: SamplingParams, param: str) -> None:
+    def _check_length(
+        self, llm: AsyncLLM, prompt: list[int], params: SamplingParams, param: str, body: Sampling
+    ) -> None:
         limit = self.config.max_prompt_tokens
         if limit is not None and len(prompt) > limit:
             raise bad_request(
@@ -284,7 +320,14 @@ class Handlers:
             )
         num_output = params.max_output_tokens or 0
         if len(prompt) + max(1, num_output) > llm.max_context_len:
-            raise context_length(len(prompt), num_output, llm.max_context_len, param=param)
+            is_newer = isinstance(body, ChatRequest) and body.max_completion_tokens is not None
+            raise context_length(
+                len(prompt),
+                num_output,
+                llm.max_context_len,
+                prompt_param=param,
+                output_param="max_completion_tokens" if is_newer else "max_tokens",
+            )
 
     def _tool_format(self, llm: AsyncLLM, tools: Sequence[Tool]) -> ToolFormat | None:
         if not tools:

@@ -49,7 +49,7 @@ def serve(
     set_up_log(config.log_format)
 
     def make_engine(progress: Progress) -> AsyncLLM:
-        return AsyncLLM(engine_config, progress=progress)
+        return AsyncLLM(engine_config.keeping_prefixes(), progress=progress)
 
     service = EngineService(make or make_engine, stall_s=config.stall_s)
     app = ServerApp(

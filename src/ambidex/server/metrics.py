@@ -1,12 +1,15 @@
 """Prometheus metrics; the unit is the last word of a name, or `total` for counts."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from ambidex.core.ids import Fallback
 from ambidex.engine.status import EngineStatus
@@ -35,10 +38,8 @@ class Metrics:
             "ambidex_time_to_first_token_seconds", "from queueing to the first token, queueing included",
             buckets=LATENCY_S, registry=self._registry,
         )  # fmt: skip
-        self.token_gap_s = Histogram(
-            "ambidex_time_between_tokens_seconds", "between two tokens of an answer",
-            buckets=LATENCY_S, registry=self._registry,
-        )  # fmt: skip
+        self.token_gap_s = LoopHistogram("ambidex_time_between_tokens_seconds", "between two tokens of an answer")
+        self._registry.register(self.token_gap_s)
         self.prompt_tokens = Counter("ambidex_prompt_tokens", "tokens of prompts taken in", registry=self._registry)
         self.answer_tokens = Counter("ambidex_answer_tokens", "tokens of ended answers", registry=self._registry)
         self.finished = Counter("ambidex_answers", "ended answers", ("reason",), registry=self._registry)
@@ -47,6 +48,26 @@ class Metrics:
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+class LoopHistogram(Collector):
+    """A histogram that the event loop alone fills, once a token: without the lock that is most of what others cost."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name, self._text = name, text
+        self._counts = [0] * (len(LATENCY_S) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one value."""
+        self._counts[bisect_left(LATENCY_S, seconds)] += 1
+        self._sum_s += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        """The buckets as they stand; each counts all values up to its bound."""
+        names = [*map(floatToGoString, LATENCY_S), "+Inf"]
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum_s)
 
 
 class _EngineCollector(Collector):
@@ -68,6 +89,7 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("ambidex_requests_running", "requests that hold KV blocks", value=status.num_running)
         for name, text, values in (
             ("kv_used_bytes", "KV that requests hold on a tier", stats.kv_bytes),
+            ("kv_cached_bytes", "KV that the prefix cache keeps idle on a tier", stats.cached_bytes),
             ("kv_peak_bytes", "the most that they held after a step", stats.peak_kv_bytes),
             ("kv_capacity_bytes", "size of the KV pool of a tier", status.capacity_bytes),
             ("weights_bytes", "weights on a tier", status.weights_bytes),
@@ -94,6 +116,9 @@ class _EngineCollector(Collector):
             ("steps", "steps of the engine", stats.num_steps),
             ("computed_tokens", "tokens computed, prompts included", stats.num_computed_tokens),
             ("output_tokens", "tokens sampled", stats.num_output_tokens),
+            ("cached_tokens", "tokens of prompts that the prefix cache had", stats.num_cached_tokens),
+            ("evicted_blocks", "blocks that had to leave the prefix cache", stats.num_evicted_blocks),
+            ("cache_mismatches", "cached blocks with other tokens than their name says", stats.num_cache_mismatches),
             ("preemptions", "requests that yielded their blocks", stats.num_preemptions),
             ("block_moves", "blocks copied between tiers", stats.num_moves),
             ("failed_block_moves", "copies that failed", stats.num_failed_moves),

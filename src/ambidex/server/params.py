@@ -72,7 +72,8 @@ def message_values(messages: list[Message]) -> list[dict[str, Any]]:
 
 
 def _message_value(idx: int, message: Message) -> dict[str, Any]:
-    value: dict[str, Any] = {"role": message.role, "content": message.content}
+    role = "system" if message.role == "developer" else message.role  # templates know the older word
+    value: dict[str, Any] = {"role": role, "content": message.content}
     if isinstance(message.content, list):
         value["content"] = "".join(part.text for part in message.content)
     if message.content is None and not message.tool_calls:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ambidex.core.request import MAX_COUNT, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_STRINGS
+from ambidex.core.request import MAX_COUNT, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PRIORITY, MAX_STOP_STRINGS
 
 MAX_TOOLS: Final = 128
 MAX_TOOL_NAME: Final = 64
@@ -99,6 +99,8 @@ class Sampling(Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     structured_outputs: StructuredOutputs | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
 
 class CompletionRequest(Sampling):
@@ -134,9 +136,9 @@ class EarlierCall(Body):
 
 
 class Message(Body):
-    """One turn of a conversation."""
+    """One turn of a conversation. `developer` is OpenAI's newer word for `system`."""
 
-    role: Annotated[str, Field(min_length=1, max_length=64)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = Field(None, max_length=256)
     tool_calls: Annotated[list[EarlierCall], Field(max_length=MAX_TOOLS)] | None = None

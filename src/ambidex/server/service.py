@@ -143,6 +143,7 @@ class EngineService:
         self._starts.append(time.monotonic())
         try:
             self._llm = await asyncio.to_thread(self._make, self._note_progress)
+            _freeze_heap()
         except Exception as error:
             self.error, self.state = error, EngineState.FAILED
             if not isinstance(error, AmbidexError):
@@ -166,6 +167,7 @@ class EngineService:
         self.num_restarts += 1
         logger.error("the engine failed and is built anew: %s", self.error)
         del llm
+        gc.unfreeze()
         gc.collect()  # its memory is needed for the next one
         return True
 
@@ -177,3 +179,13 @@ class EngineService:
             self.state = EngineState.CLOSED
         if self._llm is not None:
             await self._llm.close()
+
+
+def _freeze_heap() -> None:
+    """Take what has been loaded out of Python's garbage collection: libraries and model are some hundred thousand
+    objects, and every look through them stops all streams for a third of a second.
+
+    Measured: 2 cores, profile of 64 streams: 0.3 to 0.7 of 10 s in full collections.
+    """
+    gc.collect()
+    gc.freeze()

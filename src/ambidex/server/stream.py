@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -23,6 +23,22 @@ class ClientGoneError(Exception):
 def event(value: object) -> bytes:
     """One event."""
     return b"data: " + _encode(value).encode() + b"\n\n"
+
+
+class ChunkFrame:
+    """What all chunks of one answer have in common, written once: only their choices differ.
+
+    Args:
+        before, after: fields of a chunk before and behind its `choices`.
+    """
+
+    def __init__(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        self._head = "data: " + _encode(before)[:-1] + ',"choices":['
+        self._tail = "]" + ("," if after else "") + _encode(after)[1:] + "\n\n"
+
+    def event(self, choices: Sequence[Mapping[str, Any]]) -> bytes:
+        """One event."""
+        return (self._head + ",".join(map(_encode, choices)) + self._tail).encode()
 
 
 def comment(text: str) -> bytes:

@@ -103,7 +103,7 @@ class ChatTemplate:
     def _template(self) -> Template:
         if self.source is None:
             raise RequestError(
-                "the model has no chat template: use `generate` with a plain prompt, or give --chat-template FILE"
+                "the model has no chat template: use `generate` with a plain prompt, or give `chat_template` FILE"
             )
         try:
             return _environment().from_string(self.source)

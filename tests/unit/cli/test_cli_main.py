@@ -28,6 +28,13 @@ def test_version_prints_name_and_version() -> None:
     assert (result.exit_code, result.stdout.split()[0]) == (0, "ambidex")
 
 
+def test_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "ambidex", "--version"]
+    result = subprocess.run(command, capture_output=True, env=CHILD_ENV, check=True, timeout=120)
+    assert result.stdout.split()[0] == b"ambidex"
+    assert result.stderr == b""
+
+
 def test_no_verb_prints_help() -> None:
     result = run_ambidex()
     assert result.exit_code == 0

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from ambidex.core.config import EngineConfig, SettingKind, flag_name, variable_name
+from ambidex.core.config import EngineConfig, SettingKind, flag_name, variable_name, with_flags
 from ambidex.core.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def test_config_with_only_a_model_is_valid() -> None:
     ],
 )
 def test_config_with_value_below_its_range_raises_naming_the_flag(name: str, value: int) -> None:
-    with pytest.raises(ConfigError, match=f"{flag_name(name)} is {value}: it must be at least"):
+    with pytest.raises(ConfigError, match=f"`{name}` is {value}: it must be at least"):
         dataclasses.replace(EngineConfig(model="m"), **{name: value})
 
 
@@ -56,18 +56,23 @@ def test_config_fields_have_kind_and_help() -> None:
 
 def test_names_of_flag_and_variable_follow_the_field() -> None:
     assert flag_name("kv_gpu_tokens") == "--kv-gpu-tokens"
+
+
+def test_messages_name_settings_as_python_does_and_as_flags_at_a_terminal() -> None:
+    text = "`kv_gpu_tokens` is -1: lower it, or `generate` with `ambidex doctor`"
+    assert with_flags(text, {"kv_gpu_tokens"}) == "--kv-gpu-tokens is -1: lower it, or `generate` with `ambidex doctor`"
     assert variable_name("kv_gpu_tokens") == "AMBIDEX_KV_GPU_TOKENS"
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"block_size": "64"}, "--block-size is '64': it must be a whole number"),
-        ({"block_size": 2.5}, "--block-size is 2.5: it must be a whole number"),
-        ({"num_threads": 10**30}, "--num-threads is .*: it must be at most 4096"),
-        ({"seed": 10**5000}, "--seed is a number of .* bits: it must be at most"),
-        ({"chat_template": 5}, "--chat-template is 5: it must be text"),
-        ({"device": "tpu"}, "--device is 'tpu': it must be one of auto, cpu, cuda"),
+        ({"block_size": "64"}, "`block_size` is '64': it must be a whole number"),
+        ({"block_size": 2.5}, "`block_size` is 2.5: it must be a whole number"),
+        ({"num_threads": 10**30}, "`num_threads` is .*: it must be at most 4096"),
+        ({"seed": 10**5000}, "`seed` is a number of .* bits: it must be at most"),
+        ({"chat_template": 5}, "`chat_template` is 5: it must be text"),
+        ({"device": "tpu"}, "`device` is 'tpu': it must be one of auto, cpu, cuda"),
     ],
 )
 def test_config_value_of_a_wrong_kind_is_refused(changes: dict[str, object], message: str) -> None:

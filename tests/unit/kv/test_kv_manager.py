@@ -5,7 +5,8 @@ import pytest
 from ambidex.core.errors import ConfigError, InternalError
 from ambidex.core.ids import RequestId, Tier
 from ambidex.core.regions import Regions
-from ambidex.kv.manager import KVLease, KVManager
+from ambidex.kv.lease import KVLease
+from ambidex.kv.manager import KVManager
 
 BLOCK_SIZE = 4
 

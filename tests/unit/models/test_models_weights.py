@@ -106,7 +106,7 @@ def test_load_when_shard_is_missing_names_it(tmp_path: Path) -> None:
 def test_load_when_there_are_no_files_points_to_dummy_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(WeightsError, match=r"no \.safetensors files .*--load-format dummy"):
+    with pytest.raises(WeightsError, match=r"no \.safetensors files .*`load_format` dummy"):
         load(tmp_path)
 
 
@@ -291,7 +291,7 @@ def test_load_when_a_number_does_not_fit_into_fp16_names_the_tensor(tmp_path: Pa
     checkpoint = make_checkpoint(CONFIG)
     checkpoint[Q_PROJ][1, 2] = -7e4
     save(tmp_path, checkpoint)
-    with pytest.raises(WeightsError, match=rf"{Q_PROJ} holds 70000, beyond the 65504 of fp16: use --dtype bf16"):
+    with pytest.raises(WeightsError, match=rf"{Q_PROJ} holds 70000, beyond the 65504 of fp16: use `dtype` bf16"):
         load(tmp_path, dtype=torch.float16)
 
 

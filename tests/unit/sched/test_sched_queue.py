@@ -3,7 +3,8 @@ import pytest
 from ambidex.core.errors import InternalError
 from ambidex.core.ids import RequestId
 from ambidex.core.request import Request, RequestStatus, SamplingParams
-from ambidex.sched.queue import Entry, RequestQueues
+from ambidex.sched.entry import Entry
+from ambidex.sched.queue import RequestQueues
 
 
 def make_queues(names: str) -> tuple[RequestQueues, list[Entry]]:

@@ -61,7 +61,7 @@ def test_render_leaves_messages_alone() -> None:
 
 
 def test_template_none_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"no chat template: use `generate` .* or give --chat-template FILE"):
+    with pytest.raises(RequestError, match=r"no chat template: use `generate` .* or give `chat_template` FILE"):
         ChatTemplate(None, "<s>", "</s>").render(_HELLO)
 
 
