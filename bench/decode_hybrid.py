@@ -303,7 +303,8 @@ def print_point(figures: Mapping[str, Any]) -> None:
         f"{figures['batch']:3} x {figures['context']:6}: {took['median'] * 1e3:8.3f} ms a step "
         f"({took['q20'] * 1e3:.3f} … {took['q80'] * 1e3:.3f}); floors GPU {figures['floor_gpu_s'] * 1e3:.3f}, CPU "
         f"{figures['floor_cpu_s'] * 1e3:.3f}, DRAM by both {figures['floor_dram_s'] * 1e3:.3f} ms: "
-        f"{figures['times_floor']:.2f} times the slower; bytes {figures['lane_bytes']}; share of the slower {figures['share_of_slower_lane']:.2f}, of the sum "
+        f"{figures['times_floor']:.2f} times the slower; bytes {figures['lane_bytes']}; share of the slower "
+        f"{figures['share_of_slower_lane']:.2f}, of the sum "
         f"{figures['share_of_sum']:.2f}; CPU lane alone {alone}; replayed {figures['num_replayed_steps']} of "
         f"{took['num']}; filled in {figures['fill_s']:.1f} s; sections {figures['sections_s']}",
         flush=True,
