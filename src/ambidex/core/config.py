@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from ambidex.core.errors import ConfigError
+from ambidex.core.policy import BoundedScores, H2OForm, PolicyName, resolve_policy
 from ambidex.core.units import format_count, parse_size
 
 
@@ -149,6 +150,33 @@ class EngineConfig:
         "auto records decode steps and replays them, as CUDA graphs on a GPU, as native programs on a CPU; off never "
         "does",
     )  # fmt: skip
+    policy: PolicyName = setting(
+        PolicyName.EXACT, SettingKind.CHOICE,
+        "which keys a decode step attends; exact: all; bounded: all but a known mass; the others as published",
+    )  # fmt: skip
+    policy_tokens: int | None = setting(
+        None, SettingKind.INT, "keys from before a step that the policy attends, at most; default: the policy's",
+        unit="tokens", low=1,
+    )  # fmt: skip
+    policy_percent: int | None = setting(
+        None, SettingKind.INT, "the same as a share of the prompt; default: the policy's", unit="%", low=1, high=100
+    )
+    recent_percent: int | None = setting(
+        None, SettingKind.INT, "share of them that are the newest keys (h2o); default: the policy's",
+        unit="%", low=0, high=100,
+    )  # fmt: skip
+    sink_tokens: int | None = setting(
+        None, SettingKind.INT, "first keys that streaming_llm attends; default: 4", unit="tokens", low=0
+    )
+    h2o_form: H2OForm = setting(H2OForm.AUTO, SettingKind.CHOICE, "which of H2O's programs is followed; auto: flexgen")
+    max_dropped_mass: float | None = setting(
+        None, SettingKind.NUMBER,
+        "softmax mass that bounded may drop in each head, from 0 to below 1; default: 0.01", unit="share", low=0,
+    )  # fmt: skip
+    bounded_scores: BoundedScores = setting(
+        BoundedScores.AUTO, SettingKind.CHOICE,
+        "what bounded chooses by: K itself, or an 8-bit copy of it and its error; auto: exact",
+    )  # fmt: skip
     num_threads: int | None = setting(
         None,
         SettingKind.INT,
@@ -190,6 +218,7 @@ class EngineConfig:
         check_settings(self)
         if not self.model:
             raise ConfigError("no model is named: give a folder, a .gguf file, a Hub id or smollm2")
+        resolve_policy(self)
 
 
 def check_settings(config: Any) -> None:

@@ -1,0 +1,107 @@
+"""An engine with a policy: what it reports, what it refuses, and that it answers as the definition does."""
+
+from pathlib import Path
+
+import pytest
+
+from ambidex import LLM, SamplingParams
+from ambidex.core.errors import ConfigError, UnsupportedModelError
+from ambidex.core.policy import PolicyName
+from tiny_engine import make_engine_folder
+
+GREEDY = SamplingParams(max_output_tokens=12, temperature=0.0, ignore_eos=True)
+PROMPTS = ["what the lighthouse keeper said to the fishing boats that night", "hello", "one two three four five six"]
+POLICIES = [name for name in PolicyName if name is not PolicyName.EXACT]
+SETTINGS = {"max_context_len": 96, "num_threads": 1, "dtype": "fp32", "block_size": 16}
+SPLIT = {"kv_gpu_tokens": 256, "num_sink_tokens": 4, "recent_window": 8}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_engine_folder(tmp_path_factory.mktemp("policy"))
+
+
+def test_exact_costs_nothing_and_says_so(folder: Path) -> None:
+    with LLM(str(folder), **SETTINGS) as llm:
+        llm.generate(PROMPTS, GREEDY)
+        assert llm.report.value("compute", "policy") == "exact"
+        assert llm.stats().selection is None
+        runner = llm._engine.core.executor
+        assert type(runner._attention).__name__ == "TieredAttention"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_answers_are_the_same_alone_and_together_whole_and_split_over_tiers(folder: Path, policy: str) -> None:
+    with LLM(str(folder), policy=policy, **SETTINGS) as llm:
+        alone = [llm.generate(prompt, GREEDY)[0].token_ids for prompt in PROMPTS]
+    with LLM(str(folder), policy=policy, max_tokens_per_step=23, **SETTINGS, **SPLIT) as llm:
+        together = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
+        llm.close()
+        assert not llm._engine.core.executor._selective._states, "a request that ended is remembered"  # type: ignore[attr-defined]
+    assert together == alone
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_answers_when_blocks_run_out_are_those_of_an_undisturbed_run(folder: Path, policy: str) -> None:
+    """A preempted answer is computed again, as decode queries."""
+    prompts = [f"hello {letter}" for letter in "abcdefgh"]
+    params = SamplingParams(max_output_tokens=16, temperature=0.0, ignore_eos=True)
+    with LLM(str(folder), policy=policy, **SETTINGS) as llm:
+        wanted = [output.token_ids for output in llm.generate(prompts, params)]
+    block_bytes = 2 * 2 * 16 * 4 * 2 * 4  # K and V, heads, head_dim, fp32, layers, tokens
+    tight = SETTINGS | {"block_size": 4, "kv_gpu_tokens": 16, "dram_memory": 22 * block_bytes}
+    with LLM(str(folder), policy=policy, **tight) as llm:
+        got = [output.token_ids for output in llm.generate(prompts, params)]
+        assert llm.stats().num_preemptions > 0, "nothing was preempted: the test would prove nothing"
+    assert got == wanted
+
+
+def test_bounded_that_drops_nothing_answers_as_exact(folder: Path) -> None:
+    with LLM(str(folder), **SETTINGS) as llm:
+        wanted = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
+    with LLM(str(folder), policy="bounded", max_dropped_mass=0.0, **SETTINGS, **SPLIT) as llm:
+        assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == wanted
+        figures = llm.stats().selection
+    assert figures is not None
+    assert figures.attended_share == 1.0
+    assert figures.max_dropped_mass == figures.max_error_bound == 0.0
+
+
+def test_bounded_reports_what_it_dropped(folder: Path) -> None:
+    with LLM(str(folder), policy="bounded", max_dropped_mass=0.2, **SETTINGS) as llm:
+        llm.generate(PROMPTS, GREEDY)
+        figures = llm.stats().selection
+        report = llm.report.value("compute", "policy")
+        why = llm.report.why("compute", "decode")
+    assert report == "bounded, max_dropped_mass 0.2, bounded_scores exact"
+    assert why == "policy bounded chooses keys step by step"
+    assert figures is not None
+    assert figures.num_choices == figures.num_bounded == 3 * 11 * 2 * 6  # requests, decode steps, layers, heads
+    assert 0 < figures.mean_dropped_mass <= figures.max_dropped_mass <= 0.2
+    assert figures.max_error_bound > 0
+    assert 0.2 < figures.attended_share < 1
+
+
+def test_policies_that_choose_read_less(folder: Path) -> None:
+    def read(**settings: object) -> int:
+        with LLM(str(folder), **SETTINGS, **settings) as llm:
+            llm.generate("x" * 60, GREEDY)
+            return sum(llm.stats().lane_bytes.values())
+
+    exact = read()
+    assert read(policy="bounded", max_dropped_mass=0.0) == exact, "K once, V once"
+    assert read(policy="streaming_llm", policy_tokens=12) < read(policy="bounded", max_dropped_mass=0.3) < exact
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_model_with_windows_is_refused_at_start(policy: str, tmp_path: Path) -> None:
+    folder = make_engine_folder(tmp_path, "mistral")
+    with pytest.raises(
+        UnsupportedModelError, match=rf"--policy {policy} cannot serve this mistral model: 2 of its layers"
+    ):
+        LLM(str(folder), policy=policy)
+
+
+def test_option_of_another_policy_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--max-dropped-mass is an option of bounded, not of --policy h2o"):
+        LLM(str(folder), policy="h2o", max_dropped_mass=0.1)
