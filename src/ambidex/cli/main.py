@@ -19,6 +19,7 @@ from ambidex.cli.bench import BenchGroup
 from ambidex.cli.chat import ChatCommand
 from ambidex.cli.config_file import closest
 from ambidex.cli.doctor import DoctorCommand
+from ambidex.cli.eval import EvalGroup
 from ambidex.cli.generate import GenerateCommand
 from ambidex.cli.models import ModelsCommand
 from ambidex.cli.serve import ServeCommand
@@ -55,7 +56,8 @@ class AmbidexCommand(click.Group):
                              help="show the version and exit"),
             ],
             commands=[
-                GenerateCommand(), ChatCommand(), ServeCommand(), BenchGroup(), ModelsCommand(), DoctorCommand()
+                GenerateCommand(), ChatCommand(), ServeCommand(), BenchGroup(), EvalGroup(), ModelsCommand(),
+                DoctorCommand(),
             ],
         )  # fmt: skip
 
