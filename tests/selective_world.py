@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ambidex.attention.select.policy import Need
 from ambidex.attention.select.registry import make_policy
 from ambidex.attention.selective import Choice, SelectiveAttention
 from ambidex.attention.tiered import TieredAttention
@@ -23,6 +24,7 @@ from ambidex.formats.locate import find_model
 from ambidex.formats.spec import read_spec
 from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
 from ambidex.models.base import CausalLM
+from ambidex.models.look_ahead import LookAhead
 from ambidex.models.registry import build_model
 from ambidex.models.weights import load_weights
 from ambidex.storage.kv_pool import KVPool, RowKVPool
@@ -75,10 +77,12 @@ class SelectiveWorld:
         self.random = random.Random(seed)
         self.pools = {tier: self._make_pool(tier) for tier in (Tier.GPU, Tier.DRAM)}
         self.choices: dict[tuple[str, int, int], Choice] = {}
+        policy = make_policy(settings, tiny.spec)
         self.attention = SelectiveAttention(
-            make_policy(settings, tiny.spec),
+            policy,
             tiny.spec,
             TieredAttention(tiny.spec, self.pools),
+            look_ahead=LookAhead(tiny.model, tiny.spec.num_layers) if Need.LOOK_AHEAD in policy.needs else None,
             verify_every=verify_every,
             watch=self._watch,
         )

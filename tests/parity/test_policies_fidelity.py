@@ -5,10 +5,24 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from naive_policies import NaiveBounded, NaiveH2ODrop, NaiveH2OFlexGen, NaiveRun, NaiveStreamingLLM, Rule
+from naive_policies import (
+    NaiveBounded,
+    NaiveH2ODrop,
+    NaiveH2OFlexGen,
+    NaiveHybridGen,
+    NaiveInfiniGen,
+    NaiveKeyformer,
+    NaiveQInferWindows,
+    NaiveQuest,
+    NaiveRun,
+    NaiveStreamingLLM,
+    Rule,
+)
 from selective_world import SelectiveWorld, TinyModel, load_tiny_model, policy_settings, random_tokens
 
 NUM_PROMPT, NUM_TOKENS = 37, 57
+LIMIT = 30
+"""Tokens that an answer may have: keyformer's temperature follows it."""
 TOLERANCE = 2e-5
 """Of a weight; fp32 rounding of scores up to about 30 in two layers."""
 
@@ -29,6 +43,40 @@ CASES: dict[str, tuple[dict[str, object], Callable[[], Rule]]] = {
     "h2o drop few recent": (
         {"policy": "h2o", "h2o_form": "drop", "policy_percent": 35, "recent_percent": 20},
         lambda: NaiveH2ODrop(35, 20),
+    ),
+    "keyformer": ({"policy": "keyformer"}, lambda: NaiveKeyformer(60, 30, tau=(1.0, 2.0), limit=LIMIT)),
+    "keyformer small and hot": (
+        {"policy": "keyformer", "policy_percent": 25, "recent_percent": 50, "tau_start": 0.5, "tau_end": 6.0},
+        lambda: NaiveKeyformer(25, 50, tau=(0.5, 6.0), limit=LIMIT),
+    ),
+    "qinfer_windows": ({"policy": "qinfer_windows"}, lambda: NaiveQInferWindows(20, 50)),
+    "qinfer_windows few recent": (
+        {"policy": "qinfer_windows", "policy_percent": 40, "recent_percent": 20},
+        lambda: NaiveQInferWindows(40, 20),
+    ),
+    "quest": (
+        {"policy": "quest", "policy_tokens": 16, "page_tokens": 4, "exact_layers": 0},
+        lambda: NaiveQuest(4, 4, 0),
+    ),
+    "quest least": (
+        {"policy": "quest", "policy_tokens": 9, "page_tokens": 3, "exact_layers": 1},
+        lambda: NaiveQuest(3, 3, 1),
+    ),
+    "infinigen": (
+        {"policy": "infinigen", "exact_layers": 1},
+        lambda: NaiveInfiniGen(20, 4.0, percent=20, exact_layers=1),
+    ),
+    "infinigen below the cap": (
+        {"policy": "infinigen", "exact_layers": 0, "alpha": 0.5, "policy_percent": 90, "partial_percent": 50},
+        lambda: NaiveInfiniGen(90, 0.5, percent=50, exact_layers=1),
+    ),
+    "hybridgen post": (
+        {"policy": "hybridgen", "exact_layers": 1, "near_tokens": 6},
+        lambda: NaiveHybridGen(20, near=6, is_pre=False, percent=20, exact_layers=1),
+    ),
+    "hybridgen pre": (
+        {"policy": "hybridgen", "exact_layers": 1, "near_tokens": 5, "hybridgen_mode": "pre", "partial_percent": 40},
+        lambda: NaiveHybridGen(20, near=5, is_pre=True, percent=40, exact_layers=1),
     ),
     "bounded": ({"policy": "bounded"}, lambda: NaiveBounded(0.01)),
     "bounded a lot": ({"policy": "bounded", "max_dropped_mass": 0.3}, lambda: NaiveBounded(0.3)),
@@ -53,7 +101,7 @@ def test_policy_chooses_and_weighs_as_its_definition(tiny: TinyModel, case: str)
 def check_against(naive: NaiveRun, case: str, *, block_size: int, chunks: list[int]) -> None:
     options, tiny, tokens = CASES[case][0], naive.tiny, naive.tokens
     world = SelectiveWorld(tiny, policy_settings(**options), block_size=block_size)  # type: ignore[arg-type]
-    world.add("a", tokens, num_prompt=NUM_PROMPT)
+    world.add("a", tokens, num_prompt=NUM_PROMPT, max_output_tokens=LIMIT)
     hidden = world.run("a", chunks=chunks)
     for position in range(NUM_PROMPT, NUM_TOKENS):
         for layer_idx in range(tiny.spec.num_layers):

@@ -70,7 +70,9 @@ def test_measured_error_never_exceeds_the_bound(kind: str, num_keys: int, mass: 
             selector.add_rows(k[:, part], v[:, part])
     selection = selector.select(
         DecodeRow(
-            q=q.double(), stale_q=None, num_keys=num_keys, scale=HEAD_DIM**-0.5, all_keys=k.double,
+            q=q.double(), stale_q=None, num_keys=num_keys, scale=HEAD_DIM**-0.5,
+            read_keys=lambda count: k.double()[:, :count],
+            take_keys=lambda _: k,
             note_bytes=lambda _: None,
         )
     )  # fmt: skip

@@ -27,6 +27,7 @@ from ambidex.attention.select.policy import (
     PromptRows,
     Selection,
     Selector,
+    find_places,
 )
 from ambidex.attention.selection_log import SelectionLog
 from ambidex.attention.tiered import TieredAttention
@@ -337,7 +338,8 @@ class SelectiveAttention:
                 stale_q=None if stale_q is None else stale_q[row].to(dtype),
                 num_keys=num_keys,
                 scale=self._scale,
-                all_keys=self._counted(work, keys, num_keys),
+                read_keys=self._reading(work, keys),
+                take_keys=self._taking(work, layer_idx),
                 note_bytes=self._note_bytes,
             )
             selection = selector.select(query)
@@ -368,7 +370,7 @@ class SelectiveAttention:
         mask = _by_group(selection.mask, num_kv_heads, group_size).clone()  # [Hkv, G, S]
         mask[:, :, -1] = True
         union = mask.any(1)  # [Hkv, S]: each row is read once for the heads that share it
-        places, is_real = _find_places(union)
+        places, is_real = find_places(union)
         taken = places[:, None].expand(-1, group_size, -1)  # [Hkv, G, M]
         scores = self._scores(layer_idx, work, query, selection, places, is_real, taken, union)
         scores = scores.masked_fill(~(mask.gather(2, taken) & is_real[:, None]), -torch.inf)
@@ -437,14 +439,22 @@ class SelectiveAttention:
         rounded = [pool.round(rows).float().transpose(0, 1) for rows in (k, v)]
         return rounded[0], rounded[1]
 
-    def _counted(self, work: _Work, keys: "_Once", num_keys: int) -> Callable[[], Tensor]:
-        def read() -> Tensor:
+    def _reading(self, work: _Work, keys: "_Once") -> Callable[[int], Tensor]:
+        def read(num_keys: int) -> Tensor:
             is_dram = work.context.is_dram[:num_keys]
             on_dram = is_dram.sum() * self._spec.num_kv_heads
             self._num_rows += torch.stack((num_keys * self._spec.num_kv_heads - on_dram, on_dram))
             return keys.get()[:, :num_keys]
 
         return read
+
+    def _taking(self, work: _Work, layer_idx: int) -> Callable[[Tensor], Tensor]:
+        def take(places: Tensor) -> Tensor:
+            on_dram = work.context.is_dram[places].sum()
+            self._num_rows += torch.stack((places.numel() - on_dram, on_dram))
+            return work.context.take(KVPart.K, layer_idx, places, self._policy.dtype)
+
+        return take
 
     def _note_bytes(self, num_bytes: int) -> None:
         self._num_own_bytes += num_bytes
@@ -482,14 +492,3 @@ def _by_group(values: Tensor, num_kv_heads: int, group_size: int) -> Tensor:
     if len(values) == num_kv_heads * group_size:
         return values.view(num_kv_heads, group_size, -1)
     return values[:, None].expand(num_kv_heads, group_size, -1)
-
-
-def _find_places(union: Tensor) -> tuple[Tensor, Tensor]:
-    """Where a mask [H, S] is true, side by side: places [H, M] ascending, and [H, M] bool: which are no padding."""
-    ranks = union.cumsum(1)
-    counts = ranks[:, -1:]
-    num_places = int(counts.max())
-    places = torch.zeros((len(union), num_places), dtype=torch.int64, device=union.device)
-    heads, found = union.nonzero(as_tuple=True)
-    places[heads, ranks[heads, found] - 1] = found
-    return places, torch.arange(num_places, device=union.device) < counts

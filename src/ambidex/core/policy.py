@@ -19,6 +19,11 @@ class PolicyName(StrEnum):
     BOUNDED = "bounded"
     STREAMING_LLM = "streaming_llm"
     H2O = "h2o"
+    KEYFORMER = "keyformer"
+    QINFER_WINDOWS = "qinfer_windows"
+    QUEST = "quest"
+    INFINIGEN = "infinigen"
+    HYBRIDGEN = "hybridgen"
 
 
 class H2OForm(StrEnum):
@@ -37,8 +42,18 @@ class BoundedScores(StrEnum):
     INT8 = "int8"
 
 
+class HybridGenMode(StrEnum):
+    """How HybridGen finds the keys that it selects: after all scores, or by a light predictor. `auto`: post."""
+
+    AUTO = "auto"
+    POST = "post"
+    PRE = "pre"
+
+
 MIN_BUDGET: Final = 2
 """Tokens: a budget that is cut in two has something in each half."""
+MIN_PAGES: Final = 3
+"""Pages that Quest attends at least, as in the authors' code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +82,17 @@ class PolicySettings:
     recent_percent: int | None = None
     sink_tokens: int | None = None
     h2o_form: H2OForm | None = None
+    tau_start: float | None = None
+    tau_end: float | None = None
+    page_tokens: int | None = None
+    exact_layers: int | None = None
+    alpha: float | None = None
+    partial_percent: int | None = None
+    hybridgen_mode: HybridGenMode | None = None
+    near_tokens: int | None = None
     max_dropped_mass: float | None = None
     bounded_scores: BoundedScores | None = None
+    seed: int = 0
 
     @property
     def is_exact(self) -> bool:
@@ -99,6 +123,24 @@ class PolicyOptions(Protocol):
     @property
     def h2o_form(self) -> H2OForm: ...
     @property
+    def tau_start(self) -> float | None: ...
+    @property
+    def tau_end(self) -> float | None: ...
+    @property
+    def page_tokens(self) -> int | None: ...
+    @property
+    def exact_layers(self) -> int | None: ...
+    @property
+    def alpha(self) -> float | None: ...
+    @property
+    def partial_percent(self) -> int | None: ...
+    @property
+    def hybridgen_mode(self) -> HybridGenMode: ...
+    @property
+    def near_tokens(self) -> int | None: ...
+    @property
+    def seed(self) -> int: ...
+    @property
     def max_dropped_mass(self) -> float | None: ...
     @property
     def bounded_scores(self) -> BoundedScores: ...
@@ -108,7 +150,8 @@ Default = int | float | StrEnum | None
 
 _BUDGET_OPTIONS: Final = ("policy_tokens", "policy_percent")
 _OPTIONS: Final = (
-    *_BUDGET_OPTIONS, "recent_percent", "sink_tokens", "h2o_form", "max_dropped_mass", "bounded_scores"
+    *_BUDGET_OPTIONS, "recent_percent", "sink_tokens", "h2o_form", "tau_start", "tau_end", "page_tokens",
+    "exact_layers", "alpha", "partial_percent", "hybridgen_mode", "near_tokens", "max_dropped_mass", "bounded_scores",
 )  # fmt: skip
 
 DEFAULTS: Final[Mapping[PolicyName, Mapping[str, Default]]] = {
@@ -120,6 +163,23 @@ DEFAULTS: Final[Mapping[PolicyName, Mapping[str, Default]]] = {
     # the paper's 20 %, half and half (arXiv:2306.14048, section 5)
     PolicyName.H2O: {
         "policy_tokens": None, "policy_percent": 20, "recent_percent": 50, "h2o_form": H2OForm.FLEXGEN
+    },
+    # the scripts' --kv_cache 60 --recent 30, temperature from 1 to 2 (d-matrix-ai/keyformer-llm)
+    PolicyName.KEYFORMER: {
+        "policy_tokens": None, "policy_percent": 60, "recent_percent": 30, "tau_start": 1.0, "tau_end": 2.0
+    },
+    # the test scripts' ratios 0.1 and 0.1 (PDS-Lab/Q-Infer, kv-cache)
+    PolicyName.QINFER_WINDOWS: {"policy_tokens": None, "policy_percent": 20, "recent_percent": 50},
+    # the scripts' --token_budget 1024 --chunk_size 16; two layers without (mit-han-lab/Quest)
+    PolicyName.QUEST: {"policy_tokens": 1024, "policy_percent": None, "page_tokens": 16, "exact_layers": 2},
+    # the scripts' α 4 (OPT; 5 for Llama 2), ratio 0.2, 400 keys of 2048 (snu-comparch/InfiniGen)
+    PolicyName.INFINIGEN: {
+        "policy_tokens": None, "policy_percent": 20, "alpha": 4.0, "partial_percent": 20, "exact_layers": 2
+    },
+    # not published: this project's (arXiv:2604.18529 gives no number of keys, window or predictor)
+    PolicyName.HYBRIDGEN: {
+        "policy_tokens": None, "policy_percent": 20, "near_tokens": 64, "partial_percent": 20, "exact_layers": 2,
+        "hybridgen_mode": HybridGenMode.POST,
     },
 }  # fmt: skip
 """The options that each policy has, with their defaults as published."""
@@ -148,8 +208,17 @@ def resolve_policy(options: PolicyOptions) -> PolicySettings:
         raise ConfigError(
             f"--sink-tokens is {sinks}: --policy-tokens {budget.tokens} must be above it, to keep recent tokens"
         )
+    page = values.get("page_tokens")
+    if isinstance(page, int) and budget is not None and budget.tokens is not None and budget.tokens < MIN_PAGES * page:
+        raise ConfigError(
+            f"--policy-tokens is {budget.tokens}: quest attends at least {MIN_PAGES} pages of --page-tokens {page}: "
+            f"give at least {MIN_PAGES * page}"
+        )
+    for temperature in ("tau_start", "tau_end"):
+        if values.get(temperature) == 0:
+            raise ConfigError(f"{_flag(temperature)} is 0: it must be above 0")
     own = {option: value for option, value in values.items() if option not in _BUDGET_OPTIONS}
-    return PolicySettings(name=name, budget=budget, **own)
+    return PolicySettings(name=name, budget=budget, seed=options.seed, **own)
 
 
 def _budget(name: PolicyName, given: Mapping[str, Default], defaults: Mapping[str, Default]) -> Budget | None:

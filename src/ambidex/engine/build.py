@@ -9,6 +9,7 @@ from typing import Final
 import torch
 
 from ambidex.attention.chunk_stream import MIN_STREAMED_QUERIES, ChunkStream
+from ambidex.attention.select.policy import Need
 from ambidex.attention.select.registry import make_policy
 from ambidex.attention.selective import SelectiveAttention
 from ambidex.attention.streamed import measure_stream_share, why_no_stream
@@ -42,6 +43,7 @@ from ambidex.kernels.dispatch import choose, find_fallbacks
 from ambidex.kernels.linear import LinearContext
 from ambidex.kv.manager import KVManager
 from ambidex.models.base import CausalLM
+from ambidex.models.look_ahead import LookAhead
 from ambidex.models.quantized import count_weights_bytes, describe_kept, find_kept
 from ambidex.models.registry import build_model
 from ambidex.models.weights import load_weights, make_dummy_weights
@@ -72,6 +74,9 @@ Progress = Callable[[int, int], None]
 CPU_SPIN_US: Final = 300
 """How long native threads look for work before they sleep when the accelerator is the CPU: longer than what Python and
 torch do between two native calls of a decode step."""
+CHOICES_PER_VERIFIED: Final = 61
+"""With --verify, one of so many choices of the bounded policy is computed again over all keys: a prime, so that each
+layer of a model comes up in turn."""
 LANE_SPIN_US: Final = 2000
 """The same beside a GPU: longer than its part of a layer, so that no layer begins with waking threads."""
 
@@ -146,7 +151,7 @@ def build_engine(
     trace = trace_lanes(tracer, choices.device, copy if checksums is None else VerifiedCopy(copy, checksums))
     runner = ModelRunner(
         model=model,
-        attention=_with_policy(config, choices, _make_attention(choices, pools, min_streamed, trace)),
+        attention=_with_policy(config, choices, model, _make_attention(choices, pools, min_streamed, trace)),
         sampler=Sampler(vocab_size=choices.spec.vocab_size, device=choices.device),
         copies=CopyEngine(pools, copy=trace.copy),
         device=choices.device,
@@ -508,7 +513,7 @@ def _weights_row(choices: _Choices) -> ReportRow:
 
 
 def _with_policy(
-    config: EngineConfig, choices: _Choices, exact: TieredAttention
+    config: EngineConfig, choices: _Choices, model: CausalLM, exact: TieredAttention
 ) -> TieredAttention | SelectiveAttention:
     """Attention whose keys a policy chooses; with `exact` the very object that attends all."""
     settings = resolve_policy(config)
@@ -520,7 +525,15 @@ def _with_policy(
             f"--policy bounded needs K and V in one number format, the tiers keep them in "
             f"{' and '.join(sorted(formats))}: leave out --kv-dtype"
         )
-    return SelectiveAttention(make_policy(settings, choices.spec), choices.spec, exact)
+    policy = make_policy(settings, choices.spec)
+    look_ahead = LookAhead(model, choices.spec.num_layers) if Need.LOOK_AHEAD in policy.needs else None
+    return SelectiveAttention(
+        policy,
+        choices.spec,
+        exact,
+        look_ahead=look_ahead,
+        verify_every=CHOICES_PER_VERIFIED if config.verify else 0,
+    )
 
 
 def _report(

@@ -6,7 +6,16 @@ import pytest
 
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError
-from ambidex.core.policy import DEFAULTS, BoundedScores, Budget, H2OForm, PolicyName, PolicySettings, resolve_policy
+from ambidex.core.policy import (
+    DEFAULTS,
+    BoundedScores,
+    Budget,
+    H2OForm,
+    HybridGenMode,
+    PolicyName,
+    PolicySettings,
+    resolve_policy,
+)
 
 
 def resolve(**settings: Any) -> PolicySettings:
@@ -24,6 +33,20 @@ def test_without_a_policy_all_keys_are_attended() -> None:
         ("bounded", {"max_dropped_mass": 0.01, "bounded_scores": BoundedScores.EXACT}),
         ("streaming_llm", {"budget": Budget(tokens=516), "sink_tokens": 4}),
         ("h2o", {"budget": Budget(percent=20), "recent_percent": 50, "h2o_form": H2OForm.FLEXGEN}),
+        ("keyformer", {"budget": Budget(percent=60), "recent_percent": 30, "tau_start": 1.0, "tau_end": 2.0}),
+        ("qinfer_windows", {"budget": Budget(percent=20), "recent_percent": 50}),
+        ("quest", {"budget": Budget(tokens=1024), "page_tokens": 16, "exact_layers": 2}),
+        ("infinigen", {"budget": Budget(percent=20), "alpha": 4.0, "partial_percent": 20, "exact_layers": 2}),
+        (
+            "hybridgen",
+            {
+                "budget": Budget(percent=20),
+                "near_tokens": 64,
+                "partial_percent": 20,
+                "exact_layers": 2,
+                "hybridgen_mode": HybridGenMode.POST,
+            },
+        ),
     ],
 )
 def test_defaults_are_the_published_ones(name: str, wanted: dict[str, Any]) -> None:
@@ -44,7 +67,8 @@ def test_given_tokens_replace_a_default_share_and_the_other_way_round() -> None:
 def test_options_of_another_policy_are_refused_by_name(name: PolicyName) -> None:
     values: dict[str, Any] = {
         "policy_tokens": 9, "policy_percent": 9, "recent_percent": 9, "sink_tokens": 9, "h2o_form": "drop",
-        "max_dropped_mass": 0.5, "bounded_scores": "int8",
+        "max_dropped_mass": 0.5, "bounded_scores": "int8", "tau_start": 3.0, "tau_end": 3.0, "page_tokens": 2,
+        "exact_layers": 3, "alpha": 3.0, "partial_percent": 9, "hybridgen_mode": "pre", "near_tokens": 9,
     }  # fmt: skip
     assert set(values) == {option for own in DEFAULTS.values() for option in own}
     for option, value in values.items():
@@ -69,6 +93,13 @@ def test_options_of_another_policy_are_refused_by_name(name: PolicyName) -> None
         ({"policy": "h2o", "policy_tokens": 1}, "--policy-tokens is 1: --policy h2o needs at least 2"),
         ({"policy": "h2o", "policy_tokens": 8, "policy_percent": 8}, "exclude each other: give one"),
         ({"policy": "h2o", "policy_percent": 101}, "--policy-percent is 101: it must be at most 100"),
+        (
+            {"policy": "quest", "policy_tokens": 47},
+            "--policy-tokens is 47: quest attends at least 3 pages .* at least 48",
+        ),
+        ({"policy": "keyformer", "tau_end": 0.0}, "--tau-end is 0: it must be above 0"),
+        ({"policy": "infinigen", "alpha": -1.0}, r"--alpha is -1\.0"),
+        ({"policy": "hybridgen", "hybridgen_mode": "full"}, "--hybridgen-mode is 'full': it must be one of auto, post"),
         ({"policy": "streaming_llm", "policy_tokens": 4}, "--sink-tokens is 4: --policy-tokens 4 must be above it"),
     ],
 )

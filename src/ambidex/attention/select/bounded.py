@@ -131,7 +131,7 @@ class _LeastLikely(Selector):
             near, error = self._keys.scores(row.q, row.scale)
             upper, lower = near + error, near - error
         else:
-            upper = lower = group_scores(row.q[None], row.all_keys(), row.scale)[:, 0]  # [Hq, S]
+            upper = lower = group_scores(row.q[None], row.read_keys(row.num_keys), row.scale)[:, 0]  # [Hq, S]
         mask = keep_likely(upper, lower, self._max_mass)
         self._dropped_lse = upper.masked_fill(mask, -torch.inf).logsumexp(1)
         if self._keys is not None:

@@ -20,16 +20,15 @@ scores: the earlier key wins. Positions are the original ones, as in both progra
 import torch
 from torch import Tensor
 
+from ambidex.attention.select.accumulated import Accumulated, NewestAndBest
 from ambidex.attention.select.policy import (
     DecodeRow,
     Need,
     Policy,
     PolicyRequest,
-    PromptRows,
     Selection,
     Selector,
     pad_keys,
-    sum_groups,
     top_mask,
 )
 from ambidex.core.model_spec import ModelSpec
@@ -53,35 +52,8 @@ class H2O(Policy):
         del layer_idx
         budget = self._budget.of(request.num_prompt_tokens)
         if self._form is H2OForm.DROP:
-            return _RealDrop(self.spec.num_kv_heads, budget, num_recent=budget * self._recent_percent // 100)
+            return NewestAndBest(self.spec.num_kv_heads, budget, num_recent=budget * self._recent_percent // 100)
         return _FlexGenPort(self.spec.num_kv_heads, half=budget // 2)
-
-
-class Accumulated(Selector):
-    """Keeps the sum of probabilities of each key, [Hkv, S], and which keys are kept."""
-
-    def __init__(self, num_kv_heads: int) -> None:
-        self._num_kv_heads = num_kv_heads
-        self._sums: Tensor | None = None  # [Hkv, S]
-        self._kept: Tensor | None = None  # [Hkv, S] bool; None: the prompt is not at its end
-
-    @property
-    def kept(self) -> Tensor | None:
-        return self._kept
-
-    def see_prompt(self, rows: PromptRows) -> None:
-        probs = rows.scores().softmax(-1).sum(1)  # [Hq, S]
-        self._add(sum_groups(probs, self._num_kv_heads))
-
-    def _add(self, sums: Tensor) -> None:
-        """Add to the sums; keys that came since have none yet."""
-        self._sums = sums if self._sums is None else pad_keys(self._sums, sums.shape[1]) + sums
-
-    def _present(self, num_keys: int) -> tuple[Tensor, Tensor]:
-        """Sums and kept keys, over `num_keys` keys."""
-        assert self._sums is not None, "the prompt comes before the answer"
-        assert self._kept is not None, "select comes first"
-        return pad_keys(self._sums, num_keys), pad_keys(self._kept, num_keys)
 
 
 class _FlexGenPort(Accumulated):
@@ -100,7 +72,7 @@ class _FlexGenPort(Accumulated):
         return Selection(mask=kept)
 
     def attended(self, probs: Tensor) -> None:
-        self._add(sum_groups(probs, self._num_kv_heads))
+        super().attended(probs)
         num_keys = probs.shape[1]
         assert self._best is not None, "select comes first"
         sums, kept = self._present(num_keys)
@@ -130,32 +102,3 @@ class _FlexGenPort(Accumulated):
         best = kept.clone()
         best[:, max(0, kept.shape[1] - (self._half - 1)) :] = False
         return best
-
-
-class _RealDrop(Accumulated):
-    """The newest keys and the best of the rest, chosen anew after each step."""
-
-    def __init__(self, num_kv_heads: int, budget: int, *, num_recent: int) -> None:
-        super().__init__(num_kv_heads)
-        self._budget = budget
-        self._num_recent = num_recent
-
-    def select(self, row: DecodeRow) -> Selection:
-        if self._kept is None and self._sums is not None:
-            self._kept = self._choose(self._sums, torch.ones_like(self._sums, dtype=torch.bool))
-        _, kept = self._present(row.num_keys)
-        return Selection(mask=kept)
-
-    def attended(self, probs: Tensor) -> None:
-        self._add(sum_groups(probs, self._num_kv_heads))
-        sums, kept = self._present(probs.shape[1])
-        kept[:, -1] = True  # pad_keys made them new
-        self._kept = self._choose(sums, kept)
-
-    def _choose(self, sums: Tensor, candidates: Tensor) -> Tensor:
-        """Which of the candidates are kept, [Hkv, S] bool."""
-        num_rest = max(0, sums.shape[1] - self._num_recent)
-        rest = sums[:, :num_rest].masked_fill(~candidates[:, :num_rest], -torch.inf)
-        kept = candidates.clone()
-        kept[:, :num_rest] = top_mask(rest, self._budget - self._num_recent)
-        return kept

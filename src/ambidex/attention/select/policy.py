@@ -75,15 +75,17 @@ class DecodeRow:
     """One query of a decode step.
 
     `q` [Hq, D] in the policy's format, rotated; `stale_q` the same, made from the input of the layer before, if the
-    policy needs it and there is one. `num_keys` S counts the query's own key, which is the last. `all_keys` reads K of
-    all S tokens, [Hkv, S, D]. `note_bytes` is told how many bytes of its own copies a policy reads.
+    policy needs it and there is one. `num_keys` S counts the query's own key, which is the last. `read_keys` reads K of
+    the first so many tokens, [Hkv, n, D]; `take_keys` of some, [Hkv, M] → [Hkv, M, D]. `note_bytes` is told how many
+    bytes of its own copies a policy reads.
     """
 
     q: Tensor
     stale_q: Tensor | None
     num_keys: int
     scale: float
-    all_keys: Callable[[], Tensor]
+    read_keys: Callable[[int], Tensor]
+    take_keys: Callable[[Tensor], Tensor]
     note_bytes: Callable[[int], None]
 
 
@@ -154,7 +156,7 @@ class Policy(ABC):
         dtype: the format in which scores are computed and values are added up.
     """
 
-    needs: ClassVar[frozenset[Need]] = frozenset()
+    needs: frozenset[Need] = frozenset()
     positions: ClassVar[Positions] = Positions.ORIGINAL
     dtype: ClassVar[torch.dtype] = torch.float32
 
@@ -224,6 +226,25 @@ def group_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 def sum_groups(values: Tensor, num_kv_heads: int) -> Tensor:
     """[Hq, …] → [Hkv, …]: the sum over the query heads that share a KV head."""
     return values.view(num_kv_heads, -1, *values.shape[1:]).sum(1)
+
+
+def max_groups(values: Tensor, num_kv_heads: int) -> Tensor:
+    """[Hq, …] → [Hkv, …]: the largest of the query heads that share a KV head."""
+    return values.view(num_kv_heads, -1, *values.shape[1:]).amax(1)
+
+
+def find_places(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Where a mask [H, S] is true, side by side: places [H, M] ascending, and [H, M] bool: which are no padding.
+
+    Cost: waits for the device.
+    """
+    ranks = mask.cumsum(1)
+    counts = ranks[:, -1:]
+    num_places = int(counts.max())
+    places = torch.zeros((len(mask), num_places), dtype=torch.int64, device=mask.device)
+    heads, found = mask.nonzero(as_tuple=True)
+    places[heads, ranks[heads, found] - 1] = found
+    return places, torch.arange(num_places, device=mask.device) < counts
 
 
 def pad_keys(values: Tensor, num_keys: int) -> Tensor:

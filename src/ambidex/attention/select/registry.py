@@ -5,7 +5,12 @@ from typing import assert_never
 from ambidex.attention.select.bounded import Bounded
 from ambidex.attention.select.exact import Exact
 from ambidex.attention.select.h2o import H2O
+from ambidex.attention.select.hybridgen import HybridGen
+from ambidex.attention.select.infinigen import InfiniGen
+from ambidex.attention.select.keyformer import Keyformer
 from ambidex.attention.select.policy import Policy
+from ambidex.attention.select.qinfer_windows import QInferWindows
+from ambidex.attention.select.quest import Quest
 from ambidex.attention.select.streaming_llm import StreamingLLM
 from ambidex.core.errors import UnsupportedModelError
 from ambidex.core.model_spec import ModelSpec
@@ -26,7 +31,7 @@ def make_policy(settings: PolicySettings, spec: ModelSpec) -> Policy:
         )
     if spec.alibi_slopes is not None and not settings.is_exact:
         raise UnsupportedModelError(
-            f"--policy {settings.name} cannot serve this {spec.architecture} model: its positions are biases of the scores "
+            f"--policy {settings.name} cannot serve this {spec.architecture} model: its positions are biases of scores "
             f"(alibi), which policies do not know: use --policy exact"
         )
     match settings.name:
@@ -38,5 +43,15 @@ def make_policy(settings: PolicySettings, spec: ModelSpec) -> Policy:
             return StreamingLLM(settings, spec)
         case PolicyName.H2O:
             return H2O(settings, spec)
+        case PolicyName.KEYFORMER:
+            return Keyformer(settings, spec)
+        case PolicyName.QINFER_WINDOWS:
+            return QInferWindows(settings, spec)
+        case PolicyName.QUEST:
+            return Quest(settings, spec)
+        case PolicyName.INFINIGEN:
+            return InfiniGen(settings, spec)
+        case PolicyName.HYBRIDGEN:
+            return HybridGen(settings, spec)
         case _:
             assert_never(settings.name)
