@@ -71,12 +71,12 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
-CPU_SPIN_US: Final = 300
-"""How long native threads look for work before they sleep when the accelerator is the CPU: longer than what Python and
-torch do between two native calls of a decode step."""
 CHOICES_PER_VERIFIED: Final = 61
 """With --verify, one of so many choices of the bounded policy is computed again over all keys: a prime, so that each
 layer of a model comes up in turn."""
+CPU_SPIN_US: Final = 300
+"""How long native threads look for work before they sleep when the accelerator is the CPU: longer than what Python and
+torch do between two native calls of a decode step."""
 LANE_SPIN_US: Final = 2000
 """The same beside a GPU: longer than its part of a layer, so that no layer begins with waking threads."""
 
