@@ -60,6 +60,16 @@ def test_answers_are_the_same_alone_and_together_whole_and_split_over_tiers(fold
     assert together == alone
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", POLICIES)
+def test_answers_on_a_gpu_are_those_on_a_cpu(folder: Path, policy: PolicyName) -> None:
+    answers = []
+    for device in ("cpu", "cuda"):
+        with LLM(str(folder), policy=policy, device=device, **OPTIONS[policy], **SETTINGS, **SPLIT) as llm:
+            answers.append([output.token_ids for output in llm.generate(PROMPTS, GREEDY)])
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_answers_when_blocks_run_out_are_those_of_an_undisturbed_run(folder: Path, policy: PolicyName) -> None:
     """A preempted answer is computed again, as decode queries."""
