@@ -20,6 +20,7 @@ from ambidex.cli.cache import CacheGroup
 from ambidex.cli.chat import ChatCommand
 from ambidex.cli.config_file import closest
 from ambidex.cli.doctor import DoctorCommand
+from ambidex.cli.eval import EvalGroup
 from ambidex.cli.generate import GenerateCommand
 from ambidex.cli.models import ModelsCommand
 from ambidex.cli.serve import ServeCommand
@@ -56,7 +57,7 @@ class AmbidexCommand(click.Group):
                              help="show the version and exit"),
             ],
             commands=[
-                GenerateCommand(), ChatCommand(), ServeCommand(), CacheGroup(), BenchGroup(), ModelsCommand(),
+                GenerateCommand(), ChatCommand(), ServeCommand(), CacheGroup(), BenchGroup(), EvalGroup(), ModelsCommand(),
                 DoctorCommand(),
             ],
         )  # fmt: skip

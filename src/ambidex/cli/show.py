@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -88,6 +89,7 @@ def stats_rows(stats: "EngineStats") -> list[tuple[str, str]]:
         ("preemptions", str(stats.num_preemptions)),
         ("tokens from the prefix cache", str(stats.num_cached_tokens)),
         *((f"fallback {kind}", str(num)) for kind, num in stats.fallbacks.items()),
+        *selection_rows(stats),
     ]  # fmt: skip
     for name, num_tokens, seconds in (
         ("prefill", stats.num_prefill_tokens, stats.prefill_seconds),
@@ -95,6 +97,22 @@ def stats_rows(stats: "EngineStats") -> list[tuple[str, str]]:
     ):
         if seconds:
             rows.append((f"{name} speed", f"{num_tokens / seconds:.1f} tokens/s over {seconds:.1f} s of steps"))
+    return rows
+
+
+def selection_rows(stats: "EngineStats") -> list[tuple[str, str]]:
+    """What the policy chose, if there is one."""
+    figures = stats.selection
+    if figures is None:
+        return []
+    rows = [("keys attended", f"{100 * figures.attended_share:.1f} % of those that decode steps could see")]
+    if figures.num_bounded:
+        rows += [
+            ("mass dropped", f"{figures.mean_dropped_mass:.2e}, at most {figures.max_dropped_mass:.2e}"),
+            ("error bound", f"at most {figures.max_error_bound:.3g} in an attention output"),
+        ]
+    if figures.num_verified:
+        rows.append(("bounds verified", f"{figures.num_verified}, largest error {figures.max_error:.3g}"))
     return rows
 
 
@@ -119,6 +137,7 @@ def stats_json(stats: "EngineStats") -> dict[str, Any]:
         "peak_kv_bytes": dict(stats.peak_kv_bytes),
         "lane_bytes": dict(stats.lane_bytes),
         "seconds": dict(stats.seconds),
+        "selection": None if stats.selection is None else asdict(stats.selection),
     }
 
 

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from ambidex.core.errors import ConfigError
+from ambidex.core.policy import BoundedScores, H2OForm, HybridGenMode, PolicyName, resolve_policy
 from ambidex.core.units import format_count, parse_size
 
 
@@ -156,6 +157,64 @@ class EngineConfig:
         "auto records decode steps and replays them, as CUDA graphs on a GPU, as native programs on a CPU; off never "
         "does",
     )  # fmt: skip
+    policy: PolicyName = setting(
+        PolicyName.EXACT, SettingKind.CHOICE,
+        "which keys a decode step attends; exact: all; bounded: all but a known mass; the others as published",
+    )  # fmt: skip
+    policy_tokens: int | None = setting(
+        None, SettingKind.INT, "keys from before a step that the policy attends, at most; default: the policy's",
+        unit="tokens", low=1,
+    )  # fmt: skip
+    policy_percent: int | None = setting(
+        None, SettingKind.INT, "the same as a share of the prompt; default: the policy's", unit="%", low=1, high=100
+    )
+    recent_percent: int | None = setting(
+        None, SettingKind.INT,
+        "share of them that are the newest keys (h2o drop, keyformer, qinfer_windows); default: the policy's",
+        unit="%", low=0, high=100,
+    )  # fmt: skip
+    sink_tokens: int | None = setting(
+        None, SettingKind.INT, "first keys that streaming_llm attends; default: 4", unit="tokens", low=0
+    )
+    h2o_form: H2OForm = setting(H2OForm.AUTO, SettingKind.CHOICE, "which of H2O's programs is followed; auto: flexgen")
+    tau_start: float | None = setting(
+        None, SettingKind.NUMBER, "temperature of keyformer's scores for the prompt; default: 1", low=0
+    )
+    tau_end: float | None = setting(None, SettingKind.NUMBER, "the same at the longest answer; default: 2", low=0)
+    page_tokens: int | None = setting(
+        None,
+        SettingKind.INT,
+        "tokens of a page that quest chooses as one; default: 16",
+        unit="tokens",
+        low=1,
+        high=4096,
+    )
+    exact_layers: int | None = setting(
+        None, SettingKind.INT, "first layers that attend all keys (quest, infinigen, hybridgen); default: 2",
+        unit="layers", low=0,
+    )  # fmt: skip
+    alpha: float | None = setting(
+        None, SettingKind.NUMBER, "how far below the best score infinigen still fetches; default: 4", low=0
+    )
+    partial_percent: int | None = setting(
+        None, SettingKind.INT, "share of a head's columns that infinigen, and hybridgen in pre mode, predict with; "
+        "default: 20", unit="%", low=1, high=100,
+    )  # fmt: skip
+    hybridgen_mode: HybridGenMode = setting(
+        HybridGenMode.AUTO, SettingKind.CHOICE, "select after all scores, or by a predictor; auto: post"
+    )
+    near_tokens: int | None = setting(
+        None, SettingKind.INT, "newest keys that hybridgen always attends, with true scores; default: 64",
+        unit="tokens", low=0,
+    )  # fmt: skip
+    max_dropped_mass: float | None = setting(
+        None, SettingKind.NUMBER,
+        "softmax mass that bounded may drop in each head, from 0 to below 1; default: 0.01", unit="share", low=0,
+    )  # fmt: skip
+    bounded_scores: BoundedScores = setting(
+        BoundedScores.AUTO, SettingKind.CHOICE,
+        "what bounded chooses by: K itself, or an 8-bit copy of it and its error; auto: exact",
+    )  # fmt: skip
     num_threads: int | None = setting(
         None,
         SettingKind.INT,
@@ -171,7 +230,8 @@ class EngineConfig:
     )
     verify: bool = setting(
         False, SettingKind.SWITCH,
-        "check KV in host memory: copies are read back, blocks have checksums; slows steps down",
+        "check KV in host memory: copies are read back, blocks have checksums; and a sample of what the bounded policy "
+        "answers; slows steps down",
     )  # fmt: skip
     seed: int = setting(0, SettingKind.INT, "seed of dummy weights and of requests without a seed of their own", low=0)
 
@@ -205,6 +265,7 @@ class EngineConfig:
         check_settings(self)
         if not self.model:
             raise ConfigError("no model is named: give a folder, a .gguf file, a Hub id or smollm2")
+        resolve_policy(self)
 
 
 def check_settings(config: Any) -> None:

@@ -18,7 +18,8 @@
     │   └── LaneError               the accelerator and the CPU lane lost each other
     ├── RequestFailedError          one request failed inside the engine (NaN logits, lost copy); others go on
     └── InternalError               an invariant of ours broke: exit code 1, HTTP 500
-        └── ShapeError              an op was handed tensors that do not fit
+        ├── ShapeError              an op was handed tensors that do not fit
+        └── BoundError              an error was measured above the bound that was stated for it
 
 Each message says what is wrong, the value that was got, the limit, and what to do next.
 """
@@ -116,3 +117,7 @@ class InternalError(AmbidexError):
 
 class ShapeError(InternalError):
     """An op was handed tensors whose shapes, dtypes or devices do not fit."""
+
+
+class BoundError(InternalError):
+    """An output differs from the exact one by more than the bound that was stated for it."""

@@ -1,7 +1,8 @@
 """All that crosses the wall between the planes: `StepPlan` goes out, `StepResult` comes back. Plain values only."""
 
+import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from ambidex.core.ids import BlockId, Lane, MoveId, RequestId, Tier
 from ambidex.core.request import SamplingParams
@@ -87,6 +88,46 @@ class SampledToken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionFigures:
+    """What a policy chose: sums and maxima over (decode query, layer, query head).
+
+    `num_choices` are those triples, `num_visible` and `num_attended` the keys that they could see and that they
+    attended. The rest is of the `num_bounded` of them for which the policy knows what it left out: the softmax mass
+    (`sum_`, `max_dropped_mass`) and the bound on the norm of the output's error. `num_verified` were computed again
+    over all keys; `max_error` is the largest error found, and none was above its bound.
+    """
+
+    num_choices: int = 0
+    num_visible: int = 0
+    num_attended: int = 0
+    num_bounded: int = 0
+    sum_dropped_mass: float = 0.0
+    max_dropped_mass: float = 0.0
+    max_error_bound: float = 0.0
+    num_verified: int = 0
+    max_error: float = 0.0
+
+    @property
+    def mean_dropped_mass(self) -> float:
+        """Over the choices for which it is known; 0 if there are none."""
+        return self.sum_dropped_mass / self.num_bounded if self.num_bounded else 0.0
+
+    @property
+    def attended_share(self) -> float:
+        """Keys attended, of those visible; 1 if there were none to choose from."""
+        return self.num_attended / self.num_visible if self.num_visible else 1.0
+
+    def join(self, other: "SelectionFigures") -> "SelectionFigures":
+        """Both together."""
+        names = [item.name for item in fields(self)]
+        joined = {
+            name: (max if name.startswith("max_") else operator.add)(getattr(self, name), getattr(other, name))
+            for name in names
+        }
+        return SelectionFigures(**joined)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What a step gave: tokens, requests that failed (with the reason), moves that ended, and measurements."""
 
@@ -103,6 +144,8 @@ class StepResult:
     """KV bytes that each lane's attention read."""
     is_replayed: bool = False
     """The step ran as a captured graph."""
+    selection: SelectionFigures | None = None
+    """What the policy chose in this step; None: there is none, all keys are attended."""
     num_graph_failures: int = 0
     """Captures of graphs that have failed so far; after the first, steps are no longer captured."""
     num_verified_blocks: int = 0

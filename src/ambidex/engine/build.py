@@ -9,6 +9,9 @@ from typing import Final
 import torch
 
 from ambidex.attention.chunk_stream import MIN_STREAMED_QUERIES, ChunkStream
+from ambidex.attention.select.policy import Need
+from ambidex.attention.select.registry import make_policy
+from ambidex.attention.selective import SelectiveAttention
 from ambidex.attention.streamed import measure_stream_share, why_no_stream
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import EngineConfig, Graphs, LoadFormat
@@ -17,6 +20,7 @@ from ambidex.core.errors import ConfigError, NativeModuleError
 from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVOrder, StreamBuffers
 from ambidex.core.model_spec import ModelSpec
+from ambidex.core.policy import PolicyName, resolve_policy
 from ambidex.core.regions import Regions
 from ambidex.engine.core import EngineCore
 from ambidex.engine.engine import Engine
@@ -24,6 +28,7 @@ from ambidex.engine.executor import Executor
 from ambidex.engine.fallbacks import Fallbacks, note_kernels, note_memory, note_native, note_threads
 from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
 from ambidex.engine.memory import FreeMemory, MemoryPlan, plan_memory, step_stream_bytes
+from ambidex.engine.policy_report import policy_rows
 from ambidex.engine.report import EngineFigures, EngineReport, ReportRow
 from ambidex.engine.start_report import PoolFacts, make_report
 from ambidex.engine.trace_file import open_tracer
@@ -39,6 +44,7 @@ from ambidex.kernels.linear import LinearContext
 from ambidex.kv.manager import KVManager
 from ambidex.kv.prefix_cache import PrefixCacheLimits
 from ambidex.models.base import CausalLM
+from ambidex.models.look_ahead import LookAhead
 from ambidex.models.quantized import count_weights_bytes, describe_kept, find_kept
 from ambidex.models.registry import build_model
 from ambidex.models.weights import load_weights, make_dummy_weights
@@ -66,6 +72,9 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
+CHOICES_PER_VERIFIED: Final = 61
+"""With --verify, one of so many choices of the bounded policy is computed again over all keys: a prime, so that each
+layer of a model comes up in turn."""
 CPU_SPIN_US: Final = 300
 """How long native threads look for work before they sleep when the accelerator is the CPU: longer than what Python and
 torch do between two native calls of a decode step."""
@@ -144,7 +153,7 @@ def build_engine(
     trace = trace_lanes(tracer, choices.device, copy if checksums is None else VerifiedCopy(copy, checksums))
     runner = ModelRunner(
         model=model,
-        attention=_make_attention(choices, pools, min_streamed, trace),
+        attention=_with_policy(config, choices, model, _make_attention(choices, pools, min_streamed, trace)),
         sampler=Sampler(vocab_size=choices.spec.vocab_size, device=choices.device),
         copies=CopyEngine(pools, copy=trace.copy),
         device=choices.device,
@@ -219,6 +228,7 @@ def _cache_identity(choices: _Choices) -> str:
 def _choose(config: EngineConfig, decode_form: DecodeForm | None, *, streams_chunks: bool) -> _Choices:
     source = find_model(config.model)
     spec = read_spec(source)
+    make_policy(resolve_policy(config), spec)  # refuses a model that it cannot serve before anything is loaded
     device = choose_device(config.device)
     is_cuda = device.type == "cuda"
     num_threads = config.num_threads or default_num_threads(device)
@@ -284,6 +294,8 @@ def _choose_decode_form(
     config: EngineConfig, spec: ModelSpec, device: torch.device, threads: ThreadPool | None
 ) -> tuple[DecodeForm, str]:
     """How decode steps run, and the reason."""
+    if config.policy is not PolicyName.EXACT:
+        return DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
     if spec.alibi_slopes is not None:
         return DecodeForm.ORDINARY, "attention with slopes (alibi) has no other form"
     if config.graphs is Graphs.OFF:
@@ -513,6 +525,30 @@ def _weights_row(choices: _Choices) -> ReportRow:
     return ReportRow(section="compute", name="weights", value=value, why=why)
 
 
+def _with_policy(
+    config: EngineConfig, choices: _Choices, model: CausalLM, exact: TieredAttention
+) -> TieredAttention | SelectiveAttention:
+    """Attention whose keys a policy chooses; with `exact` the very object that attends all."""
+    settings = resolve_policy(config)
+    if settings.is_exact:
+        return exact
+    formats = {choices.kv.specs[tier].dtype for tier, count in choices.memory.num_blocks.items() if count}
+    if settings.name is PolicyName.BOUNDED and len(formats) > 1:
+        raise ConfigError(
+            f"--policy bounded needs K and V in one number format, the tiers keep them in "
+            f"{' and '.join(sorted(formats))}: leave out --kv-dtype"
+        )
+    policy = make_policy(settings, choices.spec)
+    look_ahead = LookAhead(model, choices.spec.num_layers) if Need.LOOK_AHEAD in policy.needs else None
+    return SelectiveAttention(
+        policy,
+        choices.spec,
+        exact,
+        look_ahead=look_ahead,
+        verify_every=CHOICES_PER_VERIFIED if config.verify else 0,
+    )
+
+
 def _report(
     config: EngineConfig,
     choices: _Choices,
@@ -532,6 +568,7 @@ def _report(
             _weights_row(choices),
             ReportRow(section="compute", name="threads", value=str(choices.num_threads)),
             ReportRow(section="compute", name="decode", value=choices.decode_form.value, why=choices.decode_form_why),
+            *policy_rows(config),
             ReportRow(section="compute", name="stream_share", value=f"{stream[0]:.2f} of keys in DRAM", why=stream[1]),
         ],
         kv=choices.kv,

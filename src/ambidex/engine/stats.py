@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from ambidex.core.ids import Fallback, Lane, Tier
 from ambidex.core.request import FinishReason, Request
-from ambidex.core.step import ScheduledRequest, StepPlan, StepResult
+from ambidex.core.step import ScheduledRequest, SelectionFigures, StepPlan, StepResult
 from ambidex.kv.prefix_cache import PrefixCacheStats
 
 
@@ -21,6 +21,7 @@ class EngineStats:
     each lane's attention has read; `seconds` are wall seconds by section of the steps. Replayed steps ran as captured
     CUDA graphs; after a graph failure they no longer do. `fallbacks` has only those that happened.
     With `--verify`, `num_verified_blocks` counts comparisons of a block's checksum, corrupt ones those that failed.
+    `selection` is what the policy chose, None if it is `exact`.
 
     A step in which each request computes one token counts for decode, any other for prefill, with all its seconds.
     `num_prefill_tokens` are those computed in chunks there, `num_decode_tokens` those answered in decode steps.
@@ -44,6 +45,7 @@ class EngineStats:
     num_decode_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    selection: SelectionFigures | None = None
     kv_bytes: dict[Tier, int] = field(default_factory=dict)
     cached_bytes: dict[Tier, int] = field(default_factory=dict)
     peak_kv_bytes: dict[Tier, int] = field(default_factory=dict)
@@ -65,6 +67,8 @@ class EngineStats:
         self.num_graph_failures = result.num_graph_failures
         self.note_fallback(Fallback.NO_GRAPHS, result.num_graph_failures)
         self.lane_bytes.update(result.lane_bytes)
+        if result.selection is not None:
+            self.selection = (self.selection or SelectionFigures()).join(result.selection)
         self._record_speed(plan, result)
         for section, duration in result.seconds.items():
             self.seconds[section] = self.seconds.get(section, 0.0) + duration

@@ -126,6 +126,10 @@ class FalconAttention(nn.Module):
         out = attention.attend(self.layer_idx, q, k, v, angles=angles)  # [T, Hq, D]
         return self.dense(out.flatten(1))
 
+    def query(self, x: Tensor) -> Tensor:
+        """The queries [T, Hq, D] of an input [T, E], not rotated."""
+        return self.query_key_value(x).view(self.fused_shape)[:, :, :-2].flatten(1, 2)
+
 
 class FalconMLP(nn.Module):
     __call__: Callable[..., Tensor]

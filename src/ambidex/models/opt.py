@@ -122,3 +122,7 @@ class OPTAttention(nn.Module):
         q, k, v = q.view(self.heads_shape), k.view(self.heads_shape), v.view(self.heads_shape)  # [T, Hq, D] each
         out = attention.attend(self.layer_idx, q, k, v)  # [T, Hq, D]
         return self.out_proj(out.flatten(1))
+
+    def query(self, x: Tensor) -> Tensor:
+        """The queries [T, Hq, D] of an input [T, E]."""
+        return self.q_proj(x).view(self.heads_shape)

@@ -86,3 +86,7 @@ class Qwen2Attention(nn.Module):
         q, k, v = q.view(self.q_shape), k.view(self.kv_shape), v.view(self.kv_shape)  # [T, Hq, D], twice [T, Hkv, D]
         out = attention.attend(self.layer_idx, q, k, v, angles=angles)  # [T, Hq, D]
         return self.o_proj(out.flatten(1))
+
+    def query(self, x: Tensor) -> Tensor:
+        """The queries [T, Hq, D] of an input [T, E], not rotated."""
+        return self.q_proj(x).view(self.q_shape)

@@ -89,3 +89,7 @@ class Qwen3Attention(nn.Module):
         k = self.k_norm(k.view(self.kv_shape))  # [T, Hkv, D]
         out = attention.attend(self.layer_idx, q, k, v.view(self.kv_shape), angles=angles)  # [T, Hq, D]
         return self.o_proj(out.flatten(1))
+
+    def query(self, x: Tensor) -> Tensor:
+        """The queries [T, Hq, D] of an input [T, E], not rotated."""
+        return self.q_norm(self.q_proj(x).view(self.q_shape))

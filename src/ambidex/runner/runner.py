@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ambidex.attention.selective import SelectiveAttention
 from ambidex.attention.tiered import TieredAttention
 from ambidex.attention.traced import CudaClock
 from ambidex.core.errors import InternalError, LaneError
 from ambidex.core.ids import Lane, RequestId
-from ambidex.core.step import SampledToken, StepPlan, StepResult
+from ambidex.core.step import SampledToken, SelectionFigures, StepPlan, StepResult
 from ambidex.core.trace import NullTracer, Tracer, Track
 from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.runner.decode import DecodeOutput, FixedSteps
@@ -33,6 +34,7 @@ class _Computed:
     tokens: dict[RequestId, SampledToken] = field(default_factory=dict)
     failures: dict[RequestId, str] = field(default_factory=dict)
     lane_bytes: Mapping[Lane, int] = field(default_factory=dict)
+    selection: SelectionFigures | None = None
     is_replayed: bool = False
 
 
@@ -71,7 +73,7 @@ class ModelRunner:
         self,
         *,
         model: CausalLM,
-        attention: TieredAttention,
+        attention: TieredAttention | SelectiveAttention,
         sampler: Sampler,
         copies: CopyEngine,
         device: torch.device,
@@ -83,6 +85,7 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._attention = attention
+        self._selective = attention if isinstance(attention, SelectiveAttention) else None
         self._sampler = sampler
         self._copies = copies
         self._device = device
@@ -104,8 +107,12 @@ class ModelRunner:
         clock = SectionClock(self._tracer)
         for request_id in plan.finished_requests:
             self._sampler.forget(request_id)
+            if self._selective is not None:
+                self._selective.forget(request_id)
         for request in plan.new_requests:
             self._sampler.add(request)
+            if self._selective is not None:
+                self._selective.add(request)
         moves = self._copies.run(plan.moves)
         clock.lap("moves")
         failures: dict[RequestId, str] = {}
@@ -137,6 +144,7 @@ class ModelRunner:
             seconds=clock.seconds,
             lane_bytes=computed.lane_bytes,
             is_replayed=computed.is_replayed,
+            selection=computed.selection,
             num_graph_failures=self.decode_steps.num_failures if self.decode_steps is not None else 0,
         )
 
@@ -153,12 +161,17 @@ class ModelRunner:
         hidden = self._forward(self._model, batch, self._attention)  # [T, E]
         if not batch.sampled_ids:
             clock.lap("forward")
-            return _Computed(lane_bytes=self._attention.lane_bytes)
+            return _Computed(lane_bytes=self._attention.lane_bytes, selection=self._selection())
         logits = self._model.logits(hidden[batch.sampled_rows])  # [B, V] fp32
         clock.lap("forward")
         tokens, failures = self._sampler.sample(logits, batch.sampled_ids, batch.allowed_tokens)
         clock.lap("sample")
-        return _Computed(tokens=tokens, failures=failures, lane_bytes=self._attention.lane_bytes)
+        return _Computed(
+            tokens=tokens, failures=failures, lane_bytes=self._attention.lane_bytes, selection=self._selection()
+        )
+
+    def _selection(self) -> SelectionFigures | None:
+        return self._selective.selection if self._selective is not None else None
 
     def _finish_decode(self, plan: StepPlan, output: DecodeOutput, clock: SectionClock) -> _Computed:
         """Take the tokens that the step has chosen already, or sample from its logits."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import TierFullError
-from ambidex.core.ids import Tier
+from ambidex.core.ids import KVPart, Tier
 from ambidex.core.kv_spec import KVSpec
 from ambidex.core.units import format_size
 from ambidex.kernels import api
@@ -99,6 +99,29 @@ class KVPool(ABC):
         """K or V rows [T, Hkv, D] as whoever reads them from the pool later sees them, in the dtype of `rows`."""
 
     @abstractmethod
+    def take_rows(self, part: KVPart, layer_idx: int, heads: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        """Some rows of K or V of one layer.
+
+        Args:
+            heads, slots: [n] int64 on the pool's device; the slot is block_id · P + offset.
+            dtype: of the answer.
+        Returns:
+            [n, D] on the pool's device.
+        """
+
+    @abstractmethod
+    def read_rows(
+        self, part: KVPart, layer_idx: int, block_ids: Tensor, *, num_keys: int, dtype: torch.dtype
+    ) -> Tensor:
+        """The first rows of K or V of blocks of one layer, side by side: [Hkv, num_keys, D] on the pool's device.
+
+        Args:
+            block_ids: [n] int64 on the pool's device.
+            dtype: of the answer.
+        Cost: copies the rows, twice where the dtype is not the pool's.
+        """
+
+    @abstractmethod
     def read_block(self, block_id: int) -> tuple[Tensor, Tensor]:
         """K and V rows of a block in all layers, each [L, Hkv, P, D] on the pool's device."""
 
@@ -133,6 +156,14 @@ class RowKVPool(KVPool):
 
     def round(self, rows: Tensor) -> Tensor:
         return rows.to(self.k.dtype).to(rows.dtype)
+
+    def take_rows(self, part: KVPart, layer_idx: int, heads: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.layer(layer_idx)[part is KVPart.V].flatten(1, 2)[heads, slots].to(dtype)
+
+    def read_rows(
+        self, part: KVPart, layer_idx: int, block_ids: Tensor, *, num_keys: int, dtype: torch.dtype
+    ) -> Tensor:
+        return api.gather_blocks(self.layer(layer_idx)[part is KVPart.V], block_ids)[:, :num_keys].to(dtype)
 
     def read_block(self, block_id: int) -> tuple[Tensor, Tensor]:
         return self.k[:, :, block_id], self.v[:, :, block_id]

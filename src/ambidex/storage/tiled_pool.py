@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ambidex.core.ids import Tier
+from ambidex.core.ids import KVPart, Tier
 from ambidex.core.kv_spec import KVSpec
 from ambidex.kernels import api, tiles
 from ambidex.kernels.cpu.native import AttentionPool
@@ -94,6 +94,21 @@ class TiledKVPool(KVPool):
                 _values(rows, None if scales is None else scales[:, block_ids].flatten(1, 2)[:, keys], dtype)
             )
         return gathered[0], gathered[1]
+
+    def take_rows(self, part: KVPart, layer_idx: int, heads: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        take = kv_tiles.take_v if part is KVPart.V else kv_tiles.take_k
+        numbers = take(self.layer(layer_idx)[part is KVPart.V], heads, slots, self.spec.head_dim)
+        scales = self.scales(layer_idx)[part is KVPart.V]
+        return _values(numbers, None if scales is None else scales.flatten(1)[heads, slots], dtype)
+
+    def read_rows(
+        self, part: KVPart, layer_idx: int, block_ids: Tensor, *, num_keys: int, dtype: torch.dtype
+    ) -> Tensor:
+        pool, scales = self.layer(layer_idx)[part is KVPart.V], self.scales(layer_idx)[part is KVPart.V]
+        rows = self.native.gather_rows(
+            part.value, pool, block_ids, first_key=0, num_keys=num_keys, head_dim=self.spec.head_dim
+        )
+        return _values(rows, None if scales is None else scales[:, block_ids].flatten(1, 2)[:, :num_keys], dtype)
 
     def read_block(self, block_id: int) -> tuple[Tensor, Tensor]:
         dtype = torch.float32 if self.k_scales is not None else self.k.dtype

@@ -61,6 +61,34 @@ def unpack_v(tiles: Tensor, head_dim: int) -> Tensor:
     return torch.movedim(rows, (-4, -3, -2, -1), (-2, -4, -1, -3)).reshape(tiles.shape)[..., :head_dim]
 
 
+def take_k(pool: Tensor, heads: Tensor, slots: Tensor, head_dim: int) -> Tensor:
+    """Some rows of K out of tile order.
+
+    Args:
+        pool: [Hkv, N, P, padded_dim] of one layer, contiguous.
+        heads, slots: [n] int64; the slot is block_id · P + offset.
+    Returns:
+        [n, D].
+    """
+    num_heads, num_blocks, block_size, dim = pool.shape
+    pack = 4 // pool.element_size()
+    tiles = pool.view(num_heads, num_blocks, block_size // 16, dim // pack, 16, pack)
+    offset = slots % block_size
+    return tiles[heads, slots // block_size, offset // 16, :, offset % 16].flatten(1)[:, :head_dim]
+
+
+def take_v(pool: Tensor, heads: Tensor, slots: Tensor, head_dim: int) -> Tensor:
+    """The same for V."""
+    num_heads, num_blocks, block_size, dim = pool.shape
+    pack, depth = 4 // pool.element_size(), value_depth(block_size, pool.element_size())
+    tiles = pool.view(num_heads, num_blocks, block_size // depth, dim // 16, depth // pack, 16, pack)
+    offset = slots % block_size
+    row = offset % depth
+    # Indices on both sides of a slice: what they choose comes first, then the slices in their order.
+    taken = tiles[heads, slots // block_size, offset // depth, :, row // pack, :, row % pack]
+    return taken.flatten(1)[:, :head_dim]
+
+
 def attend_blocks(
     q: Tensor,
     k_pool: Tensor,

@@ -1,0 +1,122 @@
+"""`hybridgen`: scores computed one layer early, where the keys lie, and used as they are. Source: arXiv:2604.18529, of
+which no full text and no code was at hand: what digests say of it, and where they are silent what is said here.
+
+Keys are near (the newest `near_tokens` and the step's own, which the paper has in GPU memory) or far (all older ones,
+which it has in host memory). The query of a layer is made from the input of the layer before, and with it
+
+    post   all far keys are scored, and the K best of each KV head are selected;
+    pre    a light predictor (some turned columns of K, `partial_keys.py`) selects K far keys, and these are scored.
+
+One softmax joins the true scores of near keys and the early scores of the selected far ones, as they are: the early
+query decides what is selected and what it weighs. The first `exact_layers` layers attend all keys. Nothing is dropped
+for good.
+
+What is not published, and chosen here: K (the budget), near_tokens, the predictor, selection by KV head (the largest
+score of its query heads), the first layers. Which keys are near is a matter of their age alone, not of the tier on
+which they happen to lie, so that an answer does not depend on other requests. The paper changes K and the mode by
+feedback from measured stage times (`sched/feedback.py`); this path has no stages that overlap, so here both are fixed.
+"""
+
+import torch
+from torch import Tensor
+
+from ambidex.attention.select.infinigen import Predicting
+from ambidex.attention.select.policy import (
+    AllKeys,
+    DecodeRow,
+    Need,
+    Policy,
+    PolicyRequest,
+    Selection,
+    Selector,
+    find_places,
+    group_scores,
+    max_groups,
+    pad_keys,
+    top_mask,
+)
+from ambidex.core.model_spec import ModelSpec
+from ambidex.core.policy import HybridGenMode, PolicySettings
+
+
+class HybridGen(Policy):
+    """Near keys, and far ones that an early query scores best."""
+
+    def __init__(self, settings: PolicySettings, spec: ModelSpec) -> None:
+        super().__init__(settings, spec)
+        assert settings.budget is not None, "hybridgen selects K keys"
+        assert settings.near_tokens is not None, "hybridgen has near keys"
+        assert settings.partial_percent is not None, "hybridgen has partial keys"
+        assert settings.exact_layers is not None, "hybridgen has exact layers"
+        self._budget = settings.budget
+        self._num_near = settings.near_tokens
+        self._percent = settings.partial_percent
+        self._exact_layers = settings.exact_layers
+        self._is_pre = settings.hybridgen_mode is HybridGenMode.PRE
+        self.needs = frozenset({Need.LOOK_AHEAD}) | (
+            frozenset({Need.ROWS, Need.PROMPT}) if self._is_pre else frozenset()
+        )
+
+    def open(self, request: PolicyRequest, layer_idx: int) -> Selector:
+        if layer_idx < max(1, self._exact_layers):
+            return AllKeys()
+        num_selected = self._budget.of(request.num_prompt_tokens)
+        if not self._is_pre:
+            return _AfterScores(self.spec.num_kv_heads, num_selected=num_selected, num_near=self._num_near)
+        return _BeforeScores(
+            self._percent,
+            request.num_prompt_tokens,
+            num_kv_heads=self.spec.num_kv_heads,
+            num_selected=num_selected,
+            num_near=self._num_near,
+        )
+
+
+class _AfterScores(Selector):
+    """Post: all far keys are scored first."""
+
+    def __init__(self, num_kv_heads: int, *, num_selected: int, num_near: int) -> None:
+        self._num_kv_heads = num_kv_heads
+        self._num_selected = num_selected
+        self._num_near = num_near
+
+    def select(self, row: DecodeRow) -> Selection:
+        assert row.stale_q is not None, "a layer before this one has been attended"
+        num_far = max(0, row.num_keys - 1 - self._num_near)
+        if num_far == 0:
+            return AllKeys().select(row)
+        scores = group_scores(row.stale_q[None], row.read_keys(num_far), row.scale)[:, 0]  # [Hq, far]
+        selected = top_mask(max_groups(scores, self._num_kv_heads), self._num_selected)  # [Hkv, far]
+        return _join(selected, scores, row.num_keys)
+
+
+class _BeforeScores(Predicting):
+    """Pre: a predictor selects, then only what is selected is scored."""
+
+    def __init__(self, percent: int, num_prompt: int, *, num_kv_heads: int, num_selected: int, num_near: int) -> None:
+        super().__init__(percent, num_prompt)
+        self._num_kv_heads = num_kv_heads
+        self._num_selected = num_selected
+        self._num_near = num_near
+
+    def select(self, row: DecodeRow) -> Selection:
+        assert row.stale_q is not None, "a layer before this one has been attended"
+        num_far = max(0, row.num_keys - 1 - self._num_near)
+        if num_far == 0:
+            return AllKeys().select(row)
+        predicted = max_groups(self.predict(row)[:, :num_far], self._num_kv_heads)  # [Hkv, far]
+        selected = top_mask(predicted, self._num_selected)
+        places, _ = find_places(selected)  # [Hkv, K], no padding: each head selects as many
+        early = row.stale_q.view(self._num_kv_heads, -1, row.q.shape[1]) @ row.take_keys(places).transpose(1, 2)
+        scores = torch.zeros((*early.shape[:2], num_far), dtype=early.dtype, device=early.device)
+        scores.scatter_(2, places[:, None].expand(early.shape), early * row.scale)
+        return _join(selected, scores.flatten(0, 1), row.num_keys)
+
+
+def _join(selected: Tensor, scores: Tensor, num_keys: int) -> Selection:
+    """Selected far keys [Hkv, far] with their early scores [Hq, far], and all nearer keys with their true ones."""
+    num_far = selected.shape[1]
+    mask = pad_keys(selected, num_keys)
+    mask[:, num_far:] = True  # pad_keys made them new
+    is_far = torch.arange(num_keys, device=mask.device)[None] < num_far
+    return Selection(mask=mask, scores=pad_keys(scores, num_keys), is_scored=is_far)

@@ -1,0 +1,111 @@
+"""`infinigen`: keys speculated one layer early, attended exactly. Source: arXiv:2406.19707 (OSDI 2024);
+github.com/snu-comparch/InfiniGen.
+
+A query made from the input of the layer before, and some columns of K (`partial_keys.py`), predict the scores of a
+layer. Keys predicted within `alpha` of a head's best are counted; the mean of these counts over the heads, at most the
+budget, is how many keys each head fetches, its best by prediction. They and the step's own key are attended with the
+true query. The first `exact_layers` layers attend all keys. Nothing is dropped for good: the pool is not limited, so
+the paper's eviction from it is not needed.
+
+Differences from the authors' code: counts are averaged over the heads of one request, not of the batch; with shared KV
+heads, a KV head's prediction is the largest of its query heads'; the cap is a share of the prompt instead of 400 keys
+of 2048; and those of `partial_keys.py`.
+"""
+
+import torch
+from torch import Tensor
+
+from ambidex.attention.select.partial_keys import PartialKeys
+from ambidex.attention.select.policy import (
+    AllKeys,
+    DecodeRow,
+    Need,
+    Policy,
+    PolicyRequest,
+    PromptRows,
+    Rows,
+    Selection,
+    Selector,
+    max_groups,
+    pad_keys,
+    top_mask,
+)
+from ambidex.core.model_spec import ModelSpec
+from ambidex.core.policy import PolicySettings
+
+
+class InfiniGen(Policy):
+    """Keys that a partial, early query finds likely."""
+
+    needs = frozenset({Need.ROWS, Need.PROMPT, Need.LOOK_AHEAD})
+
+    def __init__(self, settings: PolicySettings, spec: ModelSpec) -> None:
+        super().__init__(settings, spec)
+        assert settings.budget is not None, "infinigen has a cap"
+        assert settings.alpha is not None, "infinigen has a threshold"
+        assert settings.partial_percent is not None, "infinigen has partial keys"
+        assert settings.exact_layers is not None, "infinigen has exact layers"
+        self._budget = settings.budget
+        self._alpha = settings.alpha
+        self._percent = settings.partial_percent
+        self._exact_layers = settings.exact_layers
+
+    def open(self, request: PolicyRequest, layer_idx: int) -> Selector:
+        if layer_idx < max(1, self._exact_layers):
+            return AllKeys()
+        cap = self._budget.of(request.num_prompt_tokens)
+        return _Speculated(
+            self._percent,
+            request.num_prompt_tokens,
+            num_kv_heads=self.spec.num_kv_heads,
+            alpha=self._alpha,
+            cap=cap,
+        )
+
+
+class Predicting(Selector):
+    """Gathers a prompt's queries and keys, and makes partial keys of them at the first decode step."""
+
+    def __init__(self, percent: int, num_prompt: int) -> None:
+        self._percent = percent
+        self._num_prompt = num_prompt
+        self._queries: list[Tensor] = []
+        self._keys: Rows | None = None
+        self._partial: PartialKeys | None = None
+
+    def add_rows(self, k: Tensor, v: Tensor) -> None:
+        del v
+        if self._partial is not None:
+            self._partial = self._partial.append(k)
+        else:
+            self._keys = Rows.of(k) if self._keys is None else self._keys.append(k)
+
+    def see_prompt(self, rows: PromptRows) -> None:
+        self._queries = [*self._queries, rows.q]
+
+    def predict(self, row: DecodeRow) -> Tensor:
+        """Predicted scores of a query head's keys, the query's own left out: [Hq, S − 1]."""
+        assert row.stale_q is not None, "a layer before this one has been attended"
+        if self._partial is None:
+            assert self._keys is not None, "the prompt comes before the answer"
+            queries = torch.cat(self._queries)
+            self._partial = PartialKeys.of(
+                queries, self._keys.values, num_prompt=self._num_prompt, percent=self._percent
+            )  # fmt: skip
+            self._queries, self._keys = [], None
+        row.note_bytes(self._partial.num_bytes)
+        return self._partial.scores(row.stale_q, row.scale)[:, :-1]
+
+
+class _Speculated(Predicting):
+    def __init__(self, percent: int, num_prompt: int, *, num_kv_heads: int, alpha: float, cap: int) -> None:
+        super().__init__(percent, num_prompt)
+        self._num_kv_heads = num_kv_heads
+        self._alpha = alpha
+        self._cap = cap
+
+    def select(self, row: DecodeRow) -> Selection:
+        scores = max_groups(self.predict(row), self._num_kv_heads)  # [Hkv, S − 1]
+        counts = (scores > scores.amax(1, keepdim=True) - self._alpha).sum(1)
+        count = min(int(counts.double().mean()), self._cap)
+        return Selection(mask=pad_keys(top_mask(scores, count), row.num_keys))

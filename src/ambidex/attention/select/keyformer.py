@@ -1,0 +1,99 @@
+"""`keyformer`: H2O's scheme with noise and temperature in the scores. Source: arXiv:2403.09054;
+github.com/d-matrix-ai/keyformer-llm.
+
+A key's score is the sum, over the queries that saw it, of softmax((x + ζ) / τ) over the keys attended, x being q·k ·
+scale and ζ Gumbel noise, new for each query and key; τ goes from `tau_start` at the prompt to `tau_end` at the longest
+answer, in equal steps. After the prompt, and after each decode step, the newest `recent` keys are kept and those of the
+rest with the largest sums; the others are dropped for good. What is attended is weighed by the ordinary softmax.
+
+Differences from the authors' code: one score a KV head, the sum over the query heads that share it; one score a request
+(theirs adds up the batch); in theirs the mask is one longer than the scores, so the key between recent ones and the
+rest is always lost and the step's own key counts as a recent one: here none is lost, and the own key comes on top; a
+request without a limit of its answer raises τ by 0.01 a step, their configuration's fallback. The noise is drawn from
+the engine's seed, layer and position, so that it does not depend on other requests or on how a prompt is cut. Positions
+are the original ones, as in their main program.
+"""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ambidex.attention.select.accumulated import NewestAndBest
+from ambidex.attention.select.policy import Need, Policy, PolicyRequest, Selector
+from ambidex.core.model_spec import ModelSpec
+from ambidex.core.policy import PolicySettings
+
+TAU_STEP_WITHOUT_LIMIT: Final = 0.01
+
+
+class Keyformer(Policy):
+    """Largest accumulated noisy probabilities and the newest keys."""
+
+    needs = frozenset({Need.PROMPT, Need.PROBS})
+
+    def __init__(self, settings: PolicySettings, spec: ModelSpec) -> None:
+        super().__init__(settings, spec)
+        assert settings.budget is not None, "keyformer has a budget"
+        assert settings.recent_percent is not None, "keyformer has recent keys"
+        assert settings.tau_start is not None, "keyformer has a temperature"
+        assert settings.tau_end is not None, "keyformer has a temperature"
+        self._budget = settings.budget
+        self._recent_percent = settings.recent_percent
+        self._tau = (settings.tau_start, settings.tau_end)
+
+    def open(self, request: PolicyRequest, layer_idx: int) -> Selector:
+        budget = self._budget.of(request.num_prompt_tokens)
+        first, last = self._tau
+        limit = request.max_output_tokens
+        return _Noisy(
+            self.spec.num_kv_heads,
+            budget,
+            num_recent=budget * self._recent_percent // 100,
+            num_prompt=request.num_prompt_tokens,
+            tau=first,
+            tau_step=(last - first) / limit if limit is not None else TAU_STEP_WITHOUT_LIMIT,
+            noise_seed=noise_seed(self.settings.seed, layer_idx),
+        )
+
+
+class _Noisy(NewestAndBest):
+    def __init__(
+        self,
+        num_kv_heads: int,
+        budget: int,
+        *,
+        num_recent: int,
+        num_prompt: int,
+        tau: float,
+        tau_step: float,
+        noise_seed: int,
+    ) -> None:
+        super().__init__(num_kv_heads, budget, num_recent=num_recent)
+        self._num_prompt = num_prompt
+        self._tau = tau
+        self._tau_step = tau_step
+        self._noise_seed = noise_seed
+
+    def weigh(self, probs: Tensor) -> Tensor:
+        num_heads, num_queries, num_keys = probs.shape
+        first = num_keys - num_queries
+        noise = torch.zeros(probs.shape)
+        for row, position in enumerate(range(first, num_keys)):
+            noise[:, row, : position + 1] = gumbel_noise(self._noise_seed, position, num_heads)
+        num_steps = max(0, num_keys - self._num_prompt)  # 0 for queries of the prompt, which come before all others
+        tau = self._tau + num_steps * self._tau_step
+        # log p differs from x by the same number for all keys of a query, which a softmax does not see.
+        return ((probs.log() + noise.to(probs.device)) / tau).softmax(-1)
+
+
+def noise_seed(seed: int, layer_idx: int) -> int:
+    """The seed of a layer's noise."""
+    return (seed * 1_000_003 + layer_idx) % 2**40
+
+
+def gumbel_noise(layer_seed: int, position: int, num_heads: int) -> Tensor:
+    """Gumbel(0, 1) noise of one query for each head and key that it sees: [Hq, position + 1] fp32."""
+    generator = torch.Generator().manual_seed(layer_seed * 2**22 + position)
+    uniform = torch.rand(num_heads, position + 1, generator=generator).clamp_(1e-20, 1 - 1e-7)
+    return -(-uniform.log()).log()

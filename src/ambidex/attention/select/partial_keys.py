@@ -1,0 +1,54 @@
+"""`PartialKeys`: a few columns of K, turned so that they hold most of each score: InfiniGen's predictor.
+
+Source: arXiv:2406.19707, section 4; github.com/snu-comparch/InfiniGen. For each KV head, A are the right singular
+vectors of the prompt's queries: q·k = (qA)·(kA), and the columns of QA differ as much as columns can, so few of them
+tell most. The columns with the largest Σ|q̃| + Σ|k̃| over the prompt are kept, `percent` of them.
+
+Differences from the authors' code: A is made from each request's own prompt, not offline from one sample, after rotary
+positions for all models (theirs fuses A into the weights where it can); columns by the sum over queries and keys as in
+the paper (their speed code looks at queries alone); with shared KV heads, the queries of a group together.
+"""
+
+import torch
+from torch import Tensor
+
+from ambidex.attention.select.policy import Rows, group_scores
+
+
+class PartialKeys:
+    """Predicts scores from some columns.
+
+    `turn` [Hkv, D, d]: the kept columns of A; `rows`: K through it, [Hkv, n, d].
+    """
+
+    def __init__(self, turn: Tensor, rows: Rows) -> None:
+        self._turn = turn
+        self._rows = rows
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, *, num_prompt: int, percent: int) -> "PartialKeys":
+        """From the queries [n, Hq, D] of a prompt and the keys [Hkv, S, D], the first `num_prompt` of them its own."""
+        num_kv_heads, _, head_dim = k.shape
+        grouped = q.view(len(q), num_kv_heads, -1, head_dim).permute(1, 0, 2, 3).reshape(num_kv_heads, -1, head_dim)
+        # The right singular vectors of a matrix are the eigenvectors of its Gram matrix, which is small.
+        gram = grouped.double().transpose(1, 2) @ grouped.double()
+        turn = torch.linalg.eigh(gram).eigenvectors.float()  # [Hkv, D, D]
+        sizes = (grouped @ turn).abs().sum(1) + (k[:, :num_prompt] @ turn).abs().sum(1)  # [Hkv, D]
+        columns = sizes.topk(max(1, head_dim * percent // 100), dim=1).indices  # [Hkv, d]
+        kept = turn.gather(2, columns[:, None].expand(-1, head_dim, -1))
+        return cls(kept, Rows.of(k @ kept))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all rows."""
+        return self._rows.values.numel() * self._rows.values.element_size()
+
+    def append(self, k: Tensor) -> "PartialKeys":
+        """With more keys [Hkv, n, D] behind."""
+        return PartialKeys(self._turn, self._rows.append(k @ self._turn))
+
+    def scores(self, q: Tensor, scale: float) -> Tensor:
+        """Predicted scores of a query [Hq, D] with all keys: [Hq, S]."""
+        num_kv_heads = len(self._turn)
+        turned = q.view(num_kv_heads, -1, q.shape[1]) @ self._turn  # [Hkv, G, d]
+        return group_scores(turned.flatten(0, 1)[None], self._rows.values, scale)[:, 0]

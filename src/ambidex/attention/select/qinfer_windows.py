@@ -1,0 +1,73 @@
+"""`qinfer_windows`: Q-Infer's key window and recent window. Source: github.com/PDS-Lab/Q-Infer, `kv-cache`, the only
+form in which the method is published; its engine has none of it.
+
+Half of the budget is a window of recent keys. The key window has the other half and half of that again (the authors
+mean to keep the lower part of it in 8 bits, and left that switched off: all of it is kept in full). At each decode step
+the key window is its `h − 1` best keys by accumulated probability and the step's own; recent ones are attended besides.
+So up to 1.25 times the nominal budget is attended, as in the authors' test. A key that leaves the key window loses its
+score; behind the recent window it is dropped for good.
+
+Differences from the authors' code, a mask over a whole text for language-model evaluation: prompts attend all keys, and
+scores are what all queries of the prompt gave; scores grow by probabilities over the attended keys (theirs see all);
+the budget is that of the prompt, not of the whole text; one score a KV head, the sum over the query heads that share
+it.
+"""
+
+import torch
+from torch import Tensor
+
+from ambidex.attention.select.accumulated import Accumulated
+from ambidex.attention.select.policy import (
+    DecodeRow,
+    Need,
+    Policy,
+    PolicyRequest,
+    Selection,
+    Selector,
+    pad_keys,
+    top_mask,
+)
+from ambidex.core.model_spec import ModelSpec
+from ambidex.core.policy import PolicySettings
+
+
+class QInferWindows(Policy):
+    """A window of the best keys and one of the newest."""
+
+    needs = frozenset({Need.PROMPT, Need.PROBS})
+
+    def __init__(self, settings: PolicySettings, spec: ModelSpec) -> None:
+        super().__init__(settings, spec)
+        assert settings.budget is not None, "qinfer_windows has a budget"
+        assert settings.recent_percent is not None, "qinfer_windows has recent keys"
+        self._budget = settings.budget
+        self._recent_percent = settings.recent_percent
+
+    def open(self, request: PolicyRequest, layer_idx: int) -> Selector:
+        del layer_idx
+        budget = self._budget.of(request.num_prompt_tokens)
+        num_recent = budget * self._recent_percent // 100
+        num_best = budget - num_recent
+        return _TwoWindows(self.spec.num_kv_heads, num_best=num_best + num_best // 2, num_recent=num_recent)
+
+
+class _TwoWindows(Accumulated):
+    """`num_best` counts the step's own key."""
+
+    def __init__(self, num_kv_heads: int, *, num_best: int, num_recent: int) -> None:
+        super().__init__(num_kv_heads)
+        self._num_best = num_best
+        self._num_recent = num_recent
+        self._best: Tensor | None = None  # [Hkv, S] bool
+
+    def select(self, row: DecodeRow) -> Selection:
+        assert self._sums is not None, "the prompt comes before the answer"
+        if self._best is None:
+            self._best = torch.ones_like(self._sums, dtype=torch.bool)
+        sums = self._sums.masked_fill(~self._best, -torch.inf)
+        best = pad_keys(top_mask(sums, self._num_best - 1), row.num_keys)
+        best[:, -1] = True  # pad_keys made it new
+        kept = best.clone()
+        kept[:, max(0, row.num_keys - 1 - self._num_recent) :] = True
+        self._best, self._kept = best, kept
+        return Selection(mask=kept)

@@ -1,0 +1,137 @@
+"""A whole run of an evaluation: the engine, the points, and the record that keeps it all."""
+
+import dataclasses
+import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ambidex.core.config import EngineConfig
+from ambidex.core.errors import ConfigError
+from ambidex.core.policy import resolve_policy
+from ambidex.eval.agreement import COLUMNS, Text, measure_agreement
+from ambidex.eval.needle import NEEDLE_COLUMNS, measure_needle
+from ambidex.eval.teacher import Progress, Teacher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """A run's record, its table for people, and what the settings became, as (section, name, value, why)."""
+
+    record: dict[str, Any]
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    report: Sequence[tuple[str, str, str, str]]
+
+
+def run_agreement(
+    config: EngineConfig,
+    text: Path,
+    *,
+    kind: str,
+    contexts: Sequence[int],
+    num_predicted: int,
+    num_windows: int,
+    against_exact: bool,
+    progress: Progress | None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Evaluated:
+    """Perplexity and agreement at each context.
+
+    Args:
+        kind: how the record is named: `agreement` or `perplexity`.
+        progress: called with (bytes read, bytes in all) while weights load.
+        tell: is told what is done, a line at a time.
+    Raises:
+        ConfigError, ModelError: settings, model or text cannot be used.
+        MachineError, RequestFailedError: a point could not be measured.
+    """
+    words = _read(text)
+    teacher = Teacher(config, progress=progress)
+    ids = teacher.engine.tokenizer.encode(words)
+    texts = [
+        Text(token_ids=ids, context=context, num_predicted=num_predicted, num_windows=num_windows)
+        for context in contexts
+    ]
+    for one in texts:  # a point that cannot be measured is refused before the first is
+        one.windows()
+        teacher.check_length(one.context, flag="--contexts")
+    points = []
+    for one in texts:
+        tell(f"{kind} at {one.context} tokens …")
+        points.append(measure_agreement(teacher, one, against_exact=against_exact))
+    settings = {"text": text.name, "num_predicted": num_predicted, "num_windows": num_windows}
+    return Evaluated(
+        record=_record(kind, config, teacher, settings, [point.record() for point in points]),
+        columns=COLUMNS,
+        rows=[point.row() for point in points],
+        report=_report(teacher),
+    )
+
+
+def run_needle(
+    config: EngineConfig,
+    text: Path,
+    *,
+    contexts: Sequence[int],
+    depths: Sequence[int],
+    num_rounds: int,
+    against_exact: bool,
+    progress: Progress | None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Evaluated:
+    """Hidden digits at each context and depth (percent); arguments and errors as `run_agreement`."""
+    words = _read(text)
+    teacher = Teacher(config, progress=progress)
+    for context in contexts:
+        teacher.check_length(context, flag="--contexts")
+    points = []
+    for context in contexts:
+        for depth in depths:
+            tell(f"needle at {depth} % of {context} tokens …")
+            points.append(
+                measure_needle(
+                    teacher,
+                    words,
+                    context=context,
+                    depth_percent=depth,
+                    num_rounds=num_rounds,
+                    against_exact=against_exact,
+                )
+            )
+    settings = {"text": text.name, "depths": list(depths), "num_rounds": num_rounds}
+    return Evaluated(
+        record=_record("needle", config, teacher, settings, [point.record() for point in points]),
+        columns=NEEDLE_COLUMNS,
+        rows=[point.row() for point in points],
+        report=_report(teacher),
+    )
+
+
+def _read(text: Path) -> str:
+    try:
+        return text.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, a null byte in the name
+        raise ConfigError(f"--text {text} cannot be read as UTF-8 text: {error}") from error
+
+
+def _record(
+    kind: str, config: EngineConfig, teacher: Teacher, settings: dict[str, Any], points: list[dict[str, Any]]
+) -> dict[str, Any]:
+    policy = resolve_policy(config)
+    return {
+        "eval": kind,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "model": config.model,
+        "policy": policy.name.value,
+        "policy_settings": policy.words(),
+        "settings": settings,
+        "engine": {field.name: getattr(config, field.name) for field in dataclasses.fields(config)},
+        "became": {f"{section}.{name}": value for section, name, value, _ in _report(teacher)},
+        "points": points,
+    }
+
+
+def _report(teacher: Teacher) -> list[tuple[str, str, str, str]]:
+    return [row for row in teacher.engine.report.rows() if row[0] != "settings"]

@@ -1,0 +1,154 @@
+"""An engine with a policy: what it reports, what it refuses, and that it answers as the definition does."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ambidex import LLM, SamplingParams
+from ambidex.attention.select.registry import make_policy
+from ambidex.core.config import EngineConfig
+from ambidex.core.errors import ConfigError, UnsupportedModelError
+from ambidex.core.policy import PolicyName, resolve_policy
+from tiny_engine import make_engine_folder
+from unit_specs import make_spec
+
+GREEDY = SamplingParams(max_output_tokens=12, temperature=0.0, ignore_eos=True)
+PROMPTS = ["what the lighthouse keeper said to the fishing boats that night", "hello", "one two three four five six"]
+OPTIONS: dict[PolicyName, dict[str, object]] = {
+    PolicyName.BOUNDED: {"max_dropped_mass": 0.1},
+    PolicyName.STREAMING_LLM: {"policy_tokens": 12},
+    PolicyName.H2O: {},
+    PolicyName.KEYFORMER: {},
+    PolicyName.QINFER_WINDOWS: {},
+    PolicyName.QUEST: {"policy_tokens": 12, "page_tokens": 4, "exact_layers": 0},
+    PolicyName.INFINIGEN: {"exact_layers": 1},
+    PolicyName.HYBRIDGEN: {"exact_layers": 1, "near_tokens": 3},
+}
+"""Such that a tiny model of two layers leaves out keys of short prompts."""
+POLICIES = list(OPTIONS)
+SETTINGS = {"max_context_len": 96, "num_threads": 1, "dtype": "fp32", "block_size": 16}
+SPLIT = {"kv_gpu_tokens": 256, "num_sink_tokens": 4, "recent_window": 8}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_engine_folder(tmp_path_factory.mktemp("policy"))
+
+
+def test_exact_costs_nothing_and_says_so(folder: Path) -> None:
+    with LLM(str(folder), **SETTINGS) as llm:
+        llm.generate(PROMPTS, GREEDY)
+        assert llm.report.value("compute", "policy") == "exact"
+        assert llm.stats().selection is None
+        runner = llm._engine.core.executor
+        assert type(runner._attention).__name__ == "TieredAttention"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_answers_are_the_same_alone_and_together_whole_and_split_over_tiers(folder: Path, policy: PolicyName) -> None:
+    with LLM(str(folder), policy=policy, **OPTIONS[policy], **SETTINGS) as llm:
+        assert set(PolicyName) == {*OPTIONS, PolicyName.EXACT}
+        alone = [llm.generate(prompt, GREEDY)[0].token_ids for prompt in PROMPTS]
+    with LLM(str(folder), policy=policy, max_tokens_per_step=23, **OPTIONS[policy], **SETTINGS, **SPLIT) as llm:
+        together = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
+        figures = llm.stats().selection
+        assert figures is not None
+        assert figures.attended_share < 0.95, "the policy leaves out nothing: the test would prove nothing"
+        llm.close()
+        assert not llm._engine.core.executor._selective._states, "a request that ended is remembered"  # type: ignore[attr-defined]
+    assert together == alone
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", POLICIES)
+def test_answers_on_a_gpu_are_those_on_a_cpu(folder: Path, policy: PolicyName) -> None:
+    answers = []
+    for device in ("cpu", "cuda"):
+        with LLM(str(folder), policy=policy, device=device, **OPTIONS[policy], **SETTINGS, **SPLIT) as llm:
+            answers.append([output.token_ids for output in llm.generate(PROMPTS, GREEDY)])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_answers_when_blocks_run_out_are_those_of_an_undisturbed_run(folder: Path, policy: PolicyName) -> None:
+    """A preempted answer is computed again, as decode queries."""
+    prompts = [f"hello {letter}" for letter in "abcdefgh"]
+    params = SamplingParams(max_output_tokens=16, temperature=0.0, ignore_eos=True)
+    with LLM(str(folder), policy=policy, **OPTIONS[policy], **SETTINGS) as llm:
+        wanted = [output.token_ids for output in llm.generate(prompts, params)]
+    block_bytes = 2 * 2 * 16 * 4 * 2 * 4  # K and V, heads, head_dim, fp32, layers, tokens
+    tight = SETTINGS | {"block_size": 4, "kv_gpu_tokens": 16, "dram_memory": 22 * block_bytes}
+    with LLM(str(folder), policy=policy, **OPTIONS[policy], **tight) as llm:
+        got = [output.token_ids for output in llm.generate(prompts, params)]
+        assert llm.stats().num_preemptions > 0, "nothing was preempted: the test would prove nothing"
+    assert got == wanted
+
+
+def test_bounded_that_drops_nothing_answers_as_exact(folder: Path) -> None:
+    with LLM(str(folder), **SETTINGS) as llm:
+        wanted = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
+    with LLM(str(folder), policy="bounded", max_dropped_mass=0.0, **SETTINGS, **SPLIT) as llm:
+        assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == wanted
+        figures = llm.stats().selection
+    assert figures is not None
+    assert figures.attended_share == 1.0
+    assert figures.max_dropped_mass == figures.max_error_bound == 0.0
+
+
+def test_bounded_reports_what_it_dropped(folder: Path) -> None:
+    with LLM(str(folder), policy="bounded", max_dropped_mass=0.2, **SETTINGS) as llm:
+        llm.generate(PROMPTS, GREEDY)
+        figures = llm.stats().selection
+        report = llm.report.value("compute", "policy")
+        why = llm.report.why("compute", "decode")
+    assert report == "bounded, max_dropped_mass 0.2, bounded_scores exact"
+    assert why == "policy bounded chooses keys step by step"
+    assert figures is not None
+    assert figures.num_choices == figures.num_bounded == 3 * 11 * 2 * 6  # requests, decode steps, layers, heads
+    assert 0 < figures.mean_dropped_mass <= figures.max_dropped_mass <= 0.2
+    assert figures.max_error_bound > 0
+    assert 0.2 < figures.attended_share < 1
+
+
+def test_verify_computes_a_sample_again_and_finds_its_bounds_kept(folder: Path) -> None:
+    for scores in ("exact", "int8"):
+        settings = {**SETTINGS, "max_dropped_mass": 0.3, "bounded_scores": scores, "verify": True}
+        with LLM(str(folder), policy="bounded", **settings) as llm:
+            llm.generate(PROMPTS * 4, GREEDY)
+            figures = llm.stats().selection
+        assert figures is not None
+        assert figures.num_verified == figures.num_choices // 6 // 61 * 6
+        assert 0 < figures.max_error <= figures.max_error_bound
+
+
+def test_policies_that_choose_read_less(folder: Path) -> None:
+    def read(**settings: object) -> int:
+        with LLM(str(folder), **SETTINGS, **settings) as llm:
+            llm.generate("x" * 60, GREEDY)
+            return sum(llm.stats().lane_bytes.values())
+
+    exact = read()
+    assert read(policy="bounded", max_dropped_mass=0.0) == exact, "K once, V once"
+    assert read(policy="streaming_llm", policy_tokens=12) < read(policy="bounded", max_dropped_mass=0.3) < exact
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_model_with_windows_is_refused_at_start(policy: str, tmp_path: Path) -> None:
+    folder = make_engine_folder(tmp_path, "mistral")
+    with pytest.raises(
+        UnsupportedModelError, match=rf"--policy {policy} cannot serve this mistral model: 2 of its layers"
+    ):
+        LLM(str(folder), policy=policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_model_with_biases_for_positions_is_refused_at_start(policy: PolicyName) -> None:
+    spec = replace(make_spec(), alibi_slopes=(0.5,) * 6)
+    with pytest.raises(UnsupportedModelError, match=rf"--policy {policy} cannot serve .*alibi"):
+        make_policy(resolve_policy(EngineConfig(model="m", policy=policy)), spec)
+
+
+def test_option_of_another_policy_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--max-dropped-mass is an option of bounded, not of --policy h2o"):
+        LLM(str(folder), policy="h2o", max_dropped_mass=0.1)

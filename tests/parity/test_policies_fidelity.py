@@ -1,0 +1,128 @@
+"""Each policy, step by step, against a slow restatement of its published definition: which keys, which weights."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from naive_policies import (
+    NaiveBounded,
+    NaiveH2ODrop,
+    NaiveH2OFlexGen,
+    NaiveHybridGen,
+    NaiveInfiniGen,
+    NaiveKeyformer,
+    NaiveQInferWindows,
+    NaiveQuest,
+    NaiveRun,
+    NaiveStreamingLLM,
+    Rule,
+)
+from selective_world import SelectiveWorld, TinyModel, load_tiny_model, policy_settings, random_tokens
+
+NUM_PROMPT, NUM_TOKENS = 37, 57
+LIMIT = 30
+"""Tokens that an answer may have: keyformer's temperature follows it."""
+TOLERANCE = 2e-5
+"""Of a weight; fp32 rounding of scores up to about 30 in two layers."""
+
+CASES: dict[str, tuple[dict[str, object], Callable[[], Rule]]] = {
+    "streaming_llm": (
+        {"policy": "streaming_llm", "sink_tokens": 3, "policy_tokens": 14},
+        lambda: NaiveStreamingLLM(num_sinks=3, num_recent=11),
+    ),
+    "streaming_llm without sinks": (
+        {"policy": "streaming_llm", "sink_tokens": 0, "policy_tokens": 9},
+        lambda: NaiveStreamingLLM(num_sinks=0, num_recent=9),
+    ),
+    "h2o flexgen": ({"policy": "h2o"}, lambda: NaiveH2OFlexGen(20)),
+    "h2o flexgen large": ({"policy": "h2o", "policy_percent": 60}, lambda: NaiveH2OFlexGen(60)),
+    "h2o flexgen smallest": ({"policy": "h2o", "policy_percent": 1}, lambda: NaiveH2OFlexGen(1)),
+    "h2o flexgen above the prompt": ({"policy": "h2o", "policy_tokens": 100}, lambda: NaiveH2OFlexGen(271)),
+    "h2o drop": ({"policy": "h2o", "h2o_form": "drop"}, lambda: NaiveH2ODrop(20, 50)),
+    "h2o drop few recent": (
+        {"policy": "h2o", "h2o_form": "drop", "policy_percent": 35, "recent_percent": 20},
+        lambda: NaiveH2ODrop(35, 20),
+    ),
+    "keyformer": ({"policy": "keyformer"}, lambda: NaiveKeyformer(60, 30, tau=(1.0, 2.0), limit=LIMIT)),
+    "keyformer small and hot": (
+        {"policy": "keyformer", "policy_percent": 25, "recent_percent": 50, "tau_start": 0.5, "tau_end": 6.0},
+        lambda: NaiveKeyformer(25, 50, tau=(0.5, 6.0), limit=LIMIT),
+    ),
+    "qinfer_windows": ({"policy": "qinfer_windows"}, lambda: NaiveQInferWindows(20, 50)),
+    "qinfer_windows few recent": (
+        {"policy": "qinfer_windows", "policy_percent": 40, "recent_percent": 20},
+        lambda: NaiveQInferWindows(40, 20),
+    ),
+    "quest": (
+        {"policy": "quest", "policy_tokens": 16, "page_tokens": 4, "exact_layers": 0},
+        lambda: NaiveQuest(4, 4, 0),
+    ),
+    "quest least": (
+        {"policy": "quest", "policy_tokens": 9, "page_tokens": 3, "exact_layers": 1},
+        lambda: NaiveQuest(3, 3, 1),
+    ),
+    "infinigen": (
+        {"policy": "infinigen", "exact_layers": 1},
+        lambda: NaiveInfiniGen(20, 4.0, percent=20, exact_layers=1),
+    ),
+    "infinigen below the cap": (
+        {"policy": "infinigen", "exact_layers": 0, "alpha": 0.5, "policy_percent": 90, "partial_percent": 50},
+        lambda: NaiveInfiniGen(90, 0.5, percent=50, exact_layers=1),
+    ),
+    "hybridgen post": (
+        {"policy": "hybridgen", "exact_layers": 1, "near_tokens": 6},
+        lambda: NaiveHybridGen(20, near=6, is_pre=False, percent=20, exact_layers=1),
+    ),
+    "hybridgen pre": (
+        {"policy": "hybridgen", "exact_layers": 1, "near_tokens": 5, "hybridgen_mode": "pre", "partial_percent": 40},
+        lambda: NaiveHybridGen(20, near=5, is_pre=True, percent=40, exact_layers=1),
+    ),
+    "bounded": ({"policy": "bounded"}, lambda: NaiveBounded(0.01)),
+    "bounded a lot": ({"policy": "bounded", "max_dropped_mass": 0.3}, lambda: NaiveBounded(0.3)),
+    "bounded nothing": ({"policy": "bounded", "max_dropped_mass": 0.0}, lambda: NaiveBounded(0.0)),
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "opt"])
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return load_tiny_model(request.param, tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_policy_chooses_and_weighs_as_its_definition(tiny: TinyModel, case: str) -> None:
+    """With the prompt whole over rows, and in chunks over tiles."""
+    tokens = random_tokens(NUM_TOKENS, seed=len(case))
+    naive = NaiveRun(tiny, [CASES[case][1]() for _ in range(tiny.spec.num_layers)], tokens, NUM_PROMPT)
+    for block_size, chunks in ((4, [NUM_PROMPT]), (16, [5, 20, 12])):
+        check_against(naive, case, block_size=block_size, chunks=chunks)
+
+
+def check_against(naive: NaiveRun, case: str, *, block_size: int, chunks: list[int]) -> None:
+    options, tiny, tokens = CASES[case][0], naive.tiny, naive.tokens
+    world = SelectiveWorld(tiny, policy_settings(**options), block_size=block_size)  # type: ignore[arg-type]
+    world.add("a", tokens, num_prompt=NUM_PROMPT, max_output_tokens=LIMIT)
+    hidden = world.run("a", chunks=chunks)
+    for position in range(NUM_PROMPT, NUM_TOKENS):
+        for layer_idx in range(tiny.spec.num_layers):
+            choice = world.choices["a", layer_idx, position]
+            place = f"{case}, layer {layer_idx}, token {position}"
+            for head, wanted in enumerate(naive.attended[layer_idx, position]):
+                assert set(choice.mask[head].nonzero()[:, 0].tolist()) == wanted, f"{place}, head {head}"
+                weights = torch.zeros(position + 1)
+                for place_of_key, weight in naive.weights[layer_idx, position][head].items():
+                    weights[place_of_key] = weight
+                assert (choice.probs[head].float() - weights).abs().max() < TOLERANCE, f"{place}, head {head}"
+    error = (hidden - naive.hidden).abs().max() / naive.hidden.abs().max()
+    assert error < 1e-4
+
+
+def test_definitions_differ_from_full_attention(tiny: TinyModel) -> None:
+    """Else the comparison would prove nothing."""
+    tokens = random_tokens(NUM_TOKENS, seed=1)
+    full = NaiveRun(tiny, [NaiveBounded(0.0) for _ in range(tiny.spec.num_layers)], tokens, NUM_PROMPT)
+    for case, (_, make_rule) in CASES.items():
+        if case in ("bounded nothing", "h2o flexgen above the prompt"):
+            continue
+        run = NaiveRun(tiny, [make_rule() for _ in range(tiny.spec.num_layers)], tokens, NUM_PROMPT)
+        assert (run.hidden[-1] - full.hidden[-1]).abs().max() > 1e-3 * full.hidden.abs().max(), case
