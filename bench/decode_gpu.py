@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, models
 from ambidex import EngineConfig, SamplingParams
 from ambidex.core.config import DeviceKind, DTypeChoice, Graphs, LoadFormat
 from ambidex.core.errors import AmbidexError
-from ambidex.core.ids import Lane
+from ambidex.core.ids import Lane, Tier
 from ambidex.core.request import Request
 from ambidex.engine.build import build_engine
 from ambidex.engine.engine import Engine
@@ -142,6 +142,7 @@ def main() -> int:
         "load_s": significant(load_s, 3), "weight_bytes": weight_bytes,
         "read_bandwidth": {"unit": "bytes/s", **bandwidth.record()},
         "peak_device_bytes": torch.cuda.max_memory_reserved() if is_cuda else None,
+        "ledger_device_bytes": sum(entry.num_bytes for entry in engine.figures.ledger.entries(Tier.GPU)),
         "num_graph_failures": engine.stats.num_graph_failures, "points": points,
     }  # fmt: skip
     print(append_record(options.output, record))
