@@ -57,8 +57,8 @@ class AmbidexCommand(click.Group):
                              help="show the version and exit"),
             ],
             commands=[
-                GenerateCommand(), ChatCommand(), ServeCommand(), CacheGroup(), BenchGroup(), EvalGroup(), ModelsCommand(),
-                DoctorCommand(),
+                GenerateCommand(), ChatCommand(), ServeCommand(), CacheGroup(), BenchGroup(), EvalGroup(),
+                ModelsCommand(), DoctorCommand(),
             ],
         )  # fmt: skip
 
