@@ -259,13 +259,20 @@ class EngineConfig:
         Elsewhere it is off where nobody asks for it: prompts that are computed are what benchmarks measure, and a
         prompt that is computed in other chunks than before is rounded otherwise.
         """
-        return self if self.prefix_cache_percent is not None else dataclasses.replace(self, prefix_cache_percent=100)
+        if self.prefix_cache_percent is not None or self.policy is not PolicyName.EXACT:  # a policy follows each prompt
+            return self
+        return dataclasses.replace(self, prefix_cache_percent=100)
 
     def __post_init__(self) -> None:
         check_settings(self)
         if not self.model:
             raise ConfigError("no model is named: give a folder, a .gguf file, a Hub id or smollm2")
         resolve_policy(self)
+        if self.policy is not PolicyName.EXACT and self.prefix_cache_percent:
+            raise ConfigError(
+                f"`prefix_cache_percent` is {self.prefix_cache_percent}: policy {self.policy} must see every prompt as "
+                f"it is computed: use 0, or policy exact"
+            )
 
 
 def check_settings(config: Any) -> None:

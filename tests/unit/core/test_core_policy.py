@@ -108,6 +108,17 @@ def test_values_that_a_policy_cannot_have_are_refused(settings: dict[str, Any], 
         EngineConfig(model="m", **settings)
 
 
+def test_a_policy_has_no_prefix_cache() -> None:
+    """A server with a policy kept prefixes by itself; the first that came back broke the step."""
+    assert EngineConfig(model="m", policy="h2o").keeping_prefixes().prefix_cache_percent is None
+    assert EngineConfig(model="m").keeping_prefixes().prefix_cache_percent == 100
+    EngineConfig(model="m", policy="h2o", prefix_cache_percent=0)
+    with pytest.raises(
+        ConfigError, match="is 50: policy h2o must see every prompt as it is computed: use 0, or policy"
+    ):
+        EngineConfig(model="m", policy="h2o", prefix_cache_percent=50)
+
+
 def test_words_name_what_is_set() -> None:
     assert resolve(policy="bounded").words() == "max_dropped_mass 0.01, bounded_scores exact"
     assert resolve(policy="h2o").words() == "budget 20 % of the prompt, recent_percent 50, h2o_form flexgen"
