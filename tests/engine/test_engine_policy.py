@@ -150,5 +150,5 @@ def test_a_model_with_biases_for_positions_is_refused_at_start(policy: PolicyNam
 
 
 def test_option_of_another_policy_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="--max-dropped-mass is an option of bounded, not of --policy h2o"):
+    with pytest.raises(ConfigError, match="`max_dropped_mass` is an option of bounded, not of `policy` h2o"):
         LLM(str(folder), policy="h2o", max_dropped_mass=0.1)

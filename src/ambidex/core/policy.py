@@ -197,26 +197,26 @@ def resolve_policy(options: PolicyOptions) -> PolicySettings:
     for option in given:
         if option not in defaults:
             owners = ", ".join(other for other, own in DEFAULTS.items() if option in own)
-            raise ConfigError(f"{_flag(option)} is an option of {owners}, not of --policy {name}: leave it out")
+            raise ConfigError(f"{_named(option)} is an option of {owners}, not of `policy` {name}: leave it out")
     values = {**defaults, **given}
     budget = _budget(name, given, defaults)
     mass = values.get("max_dropped_mass")
     if isinstance(mass, int | float) and not 0 <= mass < 1:
-        raise ConfigError(f"--max-dropped-mass is {mass}: it must be at least 0 and below 1")
+        raise ConfigError(f"`max_dropped_mass` is {mass}: it must be at least 0 and below 1")
     sinks = values.get("sink_tokens")
     if isinstance(sinks, int) and budget is not None and budget.tokens is not None and sinks >= budget.tokens:
         raise ConfigError(
-            f"--sink-tokens is {sinks}: --policy-tokens {budget.tokens} must be above it, to keep recent tokens"
+            f"`sink_tokens` is {sinks}: `policy_tokens` {budget.tokens} must be above it, to keep recent tokens"
         )
     page = values.get("page_tokens")
     if isinstance(page, int) and budget is not None and budget.tokens is not None and budget.tokens < MIN_PAGES * page:
         raise ConfigError(
-            f"--policy-tokens is {budget.tokens}: quest attends at least {MIN_PAGES} pages of --page-tokens {page}: "
+            f"`policy_tokens` is {budget.tokens}: quest attends at least {MIN_PAGES} pages of `page_tokens` {page}: "
             f"give at least {MIN_PAGES * page}"
         )
     for temperature in ("tau_start", "tau_end"):
         if values.get(temperature) == 0:
-            raise ConfigError(f"{_flag(temperature)} is 0: it must be above 0")
+            raise ConfigError(f"{_named(temperature)} is 0: it must be above 0")
     own = {option: value for option, value in values.items() if option not in _BUDGET_OPTIONS}
     return PolicySettings(name=name, budget=budget, seed=options.seed, **own)
 
@@ -225,7 +225,7 @@ def _budget(name: PolicyName, given: Mapping[str, Default], defaults: Mapping[st
     if "policy_tokens" not in defaults:
         return None
     if "policy_tokens" in given and "policy_percent" in given:
-        raise ConfigError("--policy-tokens and --policy-percent exclude each other: give one")
+        raise ConfigError("`policy_tokens` and `policy_percent` exclude each other: give one")
     chosen = {option: given[option] for option in _BUDGET_OPTIONS if option in given} or {
         option: value for option, value in defaults.items() if option in _BUDGET_OPTIONS and value is not None
     }
@@ -233,7 +233,7 @@ def _budget(name: PolicyName, given: Mapping[str, Default], defaults: Mapping[st
     assert isinstance(tokens, int | None), "a number, by `check_settings`"
     assert isinstance(percent, int | None), "a number, by `check_settings`"
     if tokens is not None and tokens < MIN_BUDGET:
-        raise ConfigError(f"--policy-tokens is {tokens}: --policy {name} needs at least {MIN_BUDGET}")
+        raise ConfigError(f"`policy_tokens` is {tokens}: `policy` {name} needs at least {MIN_BUDGET}")
     return Budget(tokens=tokens, percent=percent)
 
 
@@ -242,5 +242,6 @@ def _is_left(value: Default) -> bool:
     return value is None or (isinstance(value, StrEnum) and value == "auto")
 
 
-def _flag(option: str) -> str:
-    return "--" + option.replace("_", "-")
+def _named(option: str) -> str:
+    """As errors name a setting (`core.config`)."""
+    return f"`{option}`"

@@ -535,8 +535,8 @@ def _with_policy(
     formats = {choices.kv.specs[tier].dtype for tier, count in choices.memory.num_blocks.items() if count}
     if settings.name is PolicyName.BOUNDED and len(formats) > 1:
         raise ConfigError(
-            f"--policy bounded needs K and V in one number format, the tiers keep them in "
-            f"{' and '.join(sorted(formats))}: leave out --kv-dtype"
+            f"`policy` bounded needs K and V in one number format, the tiers keep them in "
+            f"{' and '.join(sorted(formats))}: leave out `kv_dtype`"
         )
     policy = make_policy(settings, choices.spec)
     look_ahead = LookAhead(model, choices.spec.num_layers) if Need.LOOK_AHEAD in policy.needs else None

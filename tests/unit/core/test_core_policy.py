@@ -74,8 +74,8 @@ def test_options_of_another_policy_are_refused_by_name(name: PolicyName) -> None
     for option, value in values.items():
         if option in DEFAULTS[name]:
             continue
-        flag = "--" + option.replace("_", "-")
-        with pytest.raises(ConfigError, match=f"{flag} is an option of .*, not of --policy {name}: leave it out"):
+        flag = f"`{option}`"
+        with pytest.raises(ConfigError, match=f"{flag} is an option of .*, not of `policy` {name}: leave it out"):
             EngineConfig(model="m", policy=name, **{option: value})
 
 
@@ -85,22 +85,22 @@ def test_options_of_another_policy_are_refused_by_name(name: PolicyName) -> None
         ({"policy": "h3o"}, "is 'h3o': it must be one of exact, bounded, "),
         (
             {"policy": "bounded", "max_dropped_mass": 1.0},
-            r"--max-dropped-mass is 1\.0: it must be at least 0 and below 1",
+            r"`max_dropped_mass` is 1\.0: it must be at least 0 and below 1",
         ),
         ({"policy": "bounded", "max_dropped_mass": -0.1}, "is -0.1: it must be a number of at least 0"),
         ({"policy": "bounded", "max_dropped_mass": float("nan")}, "is nan: it must be a number of at least 0"),
         ({"policy": "bounded", "bounded_scores": "int3"}, "is 'int3': it must be one of auto, exact, int8"),
-        ({"policy": "h2o", "policy_tokens": 1}, "--policy-tokens is 1: --policy h2o needs at least 2"),
+        ({"policy": "h2o", "policy_tokens": 1}, "`policy_tokens` is 1: `policy` h2o needs at least 2"),
         ({"policy": "h2o", "policy_tokens": 8, "policy_percent": 8}, "exclude each other: give one"),
         ({"policy": "h2o", "policy_percent": 101}, "is 101: it must be at most 100"),
         (
             {"policy": "quest", "policy_tokens": 47},
-            "--policy-tokens is 47: quest attends at least 3 pages .* at least 48",
+            "`policy_tokens` is 47: quest attends at least 3 pages .* at least 48",
         ),
-        ({"policy": "keyformer", "tau_end": 0.0}, "--tau-end is 0: it must be above 0"),
+        ({"policy": "keyformer", "tau_end": 0.0}, "`tau_end` is 0: it must be above 0"),
         ({"policy": "infinigen", "alpha": -1.0}, r"is -1\.0: it must be a number of at least 0"),
         ({"policy": "hybridgen", "hybridgen_mode": "full"}, "is 'full': it must be one of auto, post"),
-        ({"policy": "streaming_llm", "policy_tokens": 4}, "--sink-tokens is 4: --policy-tokens 4 must be above it"),
+        ({"policy": "streaming_llm", "policy_tokens": 4}, "`sink_tokens` is 4: `policy_tokens` 4 must be above it"),
     ],
 )
 def test_values_that_a_policy_cannot_have_are_refused(settings: dict[str, Any], message: str) -> None:
