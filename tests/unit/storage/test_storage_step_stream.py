@@ -1,6 +1,8 @@
 """`StepStream`: each layer's blocks are there when they are read and stay until they were, whoever is late."""
 
+import gc
 import random
+import threading
 import time
 from collections.abc import Callable
 
@@ -97,6 +99,7 @@ def test_blocks_are_right_on_a_gpu_whoever_is_late(
 ) -> None:
     """By the copy engine, and fetched by threads."""
     monkeypatch.setattr(step_stream, "LEAST_COPY_BYTES", least_copy_bytes)
+    gc.collect()  # what earlier tests pinned is unpinned here, which waits for the device, not in between
     rng, pool, device = random.Random(1), make_pool("cuda"), torch.device("cuda")
     stream = StepStream(pool, MOST, device, StreamWords())
     torch.cuda._sleep(1)
@@ -133,6 +136,34 @@ def test_a_copy_that_cannot_be_launched_fails_the_step_and_the_next_is_right(mon
         with pytest.raises(LaneError, match="could not bring keys from DRAM: injected"):
             run_step(stream)
         assert num_calls == STEP_BUFFERS + 1
+    stream.start(runs)
+    check(pool, runs, run_step(stream))
+
+
+def test_copies_that_are_not_launched_in_time_end_the_step_and_the_next_is_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread may be held up by what waits for the device, which waits for the thread."""
+    pool = make_pool("cpu")
+    stream = StepStream(pool, MOST, torch.device("cpu"), HostWords())
+    runs = [BlockRun(first=1, place=0, num=5)]
+    layer, may_go_on = pool.layer, threading.Event()
+
+    def hang(layer_idx: int) -> tuple[Tensor, Tensor]:
+        if layer_idx == 1:
+            may_go_on.wait(30)
+        return layer(layer_idx)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "layer", hang)
+        patch.setattr(step_stream, "WAIT_LIMIT_S", 0.2)
+        stream.start(runs)
+        with pytest.raises(LaneError, match="launched no copies"):
+            stream.finish()
+        for layer_idx in range(NUM_LAYERS):  # nothing waits any more
+            stream.wait(layer_idx)
+            stream.free(layer_idx)
+        may_go_on.set()
     stream.start(runs)
     check(pool, runs, run_step(stream))
 
