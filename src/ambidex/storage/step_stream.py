@@ -109,10 +109,10 @@ class StepStream:
         """Wait until all copies of the step are launched.
 
         Raises:
-            LaneError: one could not be, or not in time; the step runs out all the same, and what it gives is worthless.
+            LaneError: one could not be, or not in time; the step runs out all the same, what it gives is worthless.
         """
         if not self._idle.wait(WAIT_LIMIT_S):
-            # Something that waits for the device holds the thread: memory that is unpinned, say. It must not wait for us.
+            # What waits for the device (memory that is unpinned, say) may hold the thread: it must not wait for us.
             self._host_flags[0, :, 0] = 1
             raise LaneError(f"the stream lane launched no copies within {WAIT_LIMIT_S:.0f} s")
         if self._error is not None:
