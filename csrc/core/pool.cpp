@@ -135,7 +135,11 @@ bool ThreadPool::try_enter(std::uint64_t* seen) {
 
 // False: the pool is being destroyed.
 bool ThreadPool::wait_for_round(std::uint64_t seen) {
-  const auto is_new = [&](std::memory_order order) { return entry_.load(order) >> kRoundShift != seen; };
+  // Who was late for the last round may already have taken the number that `stop` made for a round it knows: the end of
+  // the pool is looked for beside the number, or such a thread would sleep for ever.
+  const auto is_new = [&](std::memory_order order) {
+    return entry_.load(order) >> kRoundShift != seen || is_stopping_.load(std::memory_order_relaxed);
+  };
   const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(spin_us_);
   do {
     for (int i = 0; i < kPausesPerReading; ++i) {
