@@ -356,6 +356,8 @@ def _choose_stream_share(config: EngineConfig, choices: _Choices, pools: Mapping
         ConfigError: a share is asked for that cannot be had.
     """
     reason = _why_no_stream(choices, pools)
+    if reason is None and config.stream_percent != 0 and (choices.stream is None or not choices.stream.step_blocks):
+        reason = "the part of the GPU's budget that is for streamed keys holds no block of a layer"
     dram = pools[Tier.DRAM]
     if reason is not None or not isinstance(dram, TiledKVPool):
         if config.stream_percent:
