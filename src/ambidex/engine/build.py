@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 
+from ambidex.attention.bounded_scan import MIN_SCANNED_BLOCKS, BoundedScan, WaitWritten
 from ambidex.attention.chunk_stream import MIN_STREAMED_QUERIES, ChunkStream
 from ambidex.attention.select.policy import Need
 from ambidex.attention.select.registry import make_policy
@@ -22,6 +23,7 @@ from ambidex.core.kv_spec import KVOrder, StreamBuffers
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.policy import PolicyName, resolve_policy
 from ambidex.core.regions import Regions
+from ambidex.engine.bounded_form import BoundedForm, choose_bounded_form
 from ambidex.engine.core import EngineCore
 from ambidex.engine.engine import Engine
 from ambidex.engine.executor import Executor
@@ -38,6 +40,7 @@ from ambidex.formats.spec import read_spec
 from ambidex.hw.memory import read_memory
 from ambidex.hw.topology import read_topology
 from ambidex.kernels.cpu import native
+from ambidex.kernels.cpu.bounded import BoundedPool
 from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
 from ambidex.kernels.dispatch import choose, find_fallbacks
 from ambidex.kernels.linear import LinearContext
@@ -62,6 +65,7 @@ from ambidex.storage.checksums import BlockChecksums, VerifiedCopy
 from ambidex.storage.copy import CopyBlock, CopyEngine, copy_block
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
 from ambidex.storage.kv_pool import KVPool, RowKVPool
+from ambidex.storage.scan_copy import ScanCopy
 from ambidex.storage.tile_writer import TileWriter
 from ambidex.storage.tiled_pool import TiledKVPool
 from ambidex.text.chat import ChatTemplate
@@ -97,6 +101,7 @@ class _Choices:
     kv: KVFormat
     decode_form: DecodeForm
     decode_form_why: str
+    bounded: BoundedForm
     stream: StreamBuffers | None
     memory: MemoryPlan
 
@@ -110,6 +115,7 @@ def build_engine(
     decode_form: DecodeForm | None = None,
     capture: Callable[[], Capture] = CudaCapture,
     min_streamed: int | None = None,
+    min_scanned: int = MIN_SCANNED_BLOCKS,
     host_memory: HostMemory = HOST_MEMORY,
 ) -> Engine:
     """Load a model and make it ready to answer.
@@ -121,6 +127,7 @@ def build_engine(
         capture: makes what captures them, if they are captured; a test hands in one that needs no GPU.
         min_streamed: queries from which the stream lane reads keys in DRAM; None: as `ChunkStream` has it on a GPU, and
             none on a CPU, which is where a test hands in a number.
+        min_scanned: whole blocks of a request from which the bounded policy scans its keys.
         host_memory: who is asked for pinned memory and huge pages; a test hands in one that refuses.
     Raises:
         ConfigError, ModelError: the settings or the model cannot be used.
@@ -149,6 +156,7 @@ def build_engine(
         seed=config.seed,
     )
     stream_share, stream_why = _choose_stream_share(config, choices, pools)
+    bounded = _make_bounded(config, choices, pools, min_scanned)
     checksums = BlockChecksums(pools[Tier.DRAM]) if config.verify else None
     trace = trace_lanes(tracer, choices.device, copy if checksums is None else VerifiedCopy(copy, checksums))
     runner = ModelRunner(
@@ -158,12 +166,13 @@ def build_engine(
         copies=CopyEngine(pools, copy=trace.copy),
         device=choices.device,
         forward=forward,
-        decode_steps=_make_decode_steps(config, choices, model, pools, forward, stream_share, capture),
+        decode_steps=_make_decode_steps(config, choices, model, pools, forward, stream_share, capture, bounded),
         torch_threads=TorchThreads(choices.num_threads)
         if choices.device.type == "cpu" and choices.threads is not None
         else None,
         tracer=tracer,
         device_clock=trace.device_clock,
+        bounded=bounded,
     )
 
     def kv_bytes() -> dict[Tier, int]:
@@ -246,6 +255,9 @@ def _choose(config: EngineConfig, decode_form: DecodeForm | None, *, streams_chu
     form, form_why = (decode_form, "asked for") if decode_form else _choose_decode_form(config, spec, device, threads)
     has_row_ops = is_cuda or form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
     kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
+    bounded = choose_bounded_form(config, kv.specs, form, form_why)
+    if config.policy is not PolicyName.EXACT and not bounded.is_native:
+        form, form_why = decode_form or DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
     weights_bytes = _weights_bytes(spec, dtype, device, keeps_quantized=keeps)
     activations = activation_dtype(dtype, device)
     free = _free_memory(device)
@@ -276,6 +288,7 @@ def _choose(config: EngineConfig, decode_form: DecodeForm | None, *, streams_chu
         kv=kv,
         decode_form=form,
         decode_form_why=form_why,
+        bounded=bounded,
         stream=stream,
         memory=plan_memory(
             config,
@@ -286,6 +299,7 @@ def _choose(config: EngineConfig, decode_form: DecodeForm | None, *, streams_chu
             weights_bytes=weights_bytes,
             graph_buckets=_decode_buckets(config) if form is DecodeForm.CAPTURED else (),
             stream=stream,
+            scan_bytes=bounded.scan_bytes(kv.specs),
         ),
     )
 
@@ -294,7 +308,7 @@ def _choose_decode_form(
     config: EngineConfig, spec: ModelSpec, device: torch.device, threads: ThreadPool | None
 ) -> tuple[DecodeForm, str]:
     """How decode steps run, and the reason."""
-    if config.policy is not PolicyName.EXACT:
+    if config.policy not in (PolicyName.EXACT, PolicyName.BOUNDED):
         return DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
     if spec.alibi_slopes is not None:
         return DecodeForm.ORDINARY, "attention with slopes (alibi) has no other form"
@@ -324,6 +338,7 @@ def _make_decode_steps(
     forward: Forward,
     stream_share: float,
     capture: Callable[[], Capture],
+    bounded: BoundedScan | None,
 ) -> FixedSteps | None:
     if choices.decode_form is DecodeForm.PROGRAM:
         return ProgramSteps(
@@ -332,6 +347,7 @@ def _make_decode_steps(
             forward=forward,
             pools={tier: pool for tier, pool in pools.items() if isinstance(pool, TiledKVPool)},
             max_rows=min(config.max_running_requests, config.max_tokens_per_step),
+            bounded=bounded,
         )
     if choices.decode_form is DecodeForm.ORDINARY or pools[Tier.GPU].num_blocks == 0:
         return None
@@ -346,6 +362,27 @@ def _make_decode_steps(
         stream_blocks=choices.stream.step_blocks if choices.stream is not None else 0,
         follows_lanes=config.stream_percent is None,
         capture=capture() if choices.decode_form is DecodeForm.CAPTURED else None,
+        bounded=bounded,
+    )
+
+
+def _make_bounded(
+    config: EngineConfig, choices: _Choices, pools: Mapping[Tier, KVPool], min_scanned: int
+) -> BoundedScan | None:
+    """The bounded policy in its native form; None: another policy, the reference form, or no pool that it reads."""
+    settings = resolve_policy(config)
+    tiled = {tier: pool for tier, pool in pools.items() if isinstance(pool, TiledKVPool) and pool.num_blocks}
+    if not choices.bounded.is_native or not tiled or choices.threads is None:
+        return None
+    assert settings.max_dropped_mass is not None, "settings of bounded"
+    native_pool = BoundedPool(choices.threads)
+    return BoundedScan(
+        choices.spec,
+        {tier: ScanCopy(pool, native_pool) for tier, pool in tiled.items()},
+        native_pool,
+        max_mass=settings.max_dropped_mass,
+        min_blocks=min_scanned,
+        wait=WaitWritten(choices.device) if choices.device.type == "cuda" else None,
     )
 
 
@@ -373,6 +410,8 @@ def _why_no_stream(choices: _Choices, pools: Mapping[Tier, KVPool]) -> str | Non
     dram = pools[Tier.DRAM]
     if choices.device.type != "cuda":
         return "there is no GPU that could read DRAM over a link"
+    if choices.bounded.is_native:
+        return "the bounded policy leaves keys in DRAM to the CPU, which knows what it leaves out"
     if choices.decode_form is not DecodeForm.CAPTURED:
         return f"decode steps are not captured: {choices.decode_form_why}"
     if choose("attend_tiles", choices.device.type).name != "triton":
@@ -532,7 +571,7 @@ def _with_policy(
 ) -> TieredAttention | SelectiveAttention:
     """Attention whose keys a policy chooses; with `exact` the very object that attends all."""
     settings = resolve_policy(config)
-    if settings.is_exact:
+    if settings.is_exact or choices.bounded.is_native:
         return exact
     formats = {choices.kv.specs[tier].dtype for tier, count in choices.memory.num_blocks.items() if count}
     if settings.name is PolicyName.BOUNDED and len(formats) > 1:
@@ -570,7 +609,7 @@ def _report(
             _weights_row(choices),
             ReportRow(section="compute", name="threads", value=str(choices.num_threads)),
             ReportRow(section="compute", name="decode", value=choices.decode_form.value, why=choices.decode_form_why),
-            *policy_rows(config),
+            *policy_rows(config, choices.bounded),
             ReportRow(section="compute", name="stream_share", value=f"{stream[0]:.2f} of keys in DRAM", why=stream[1]),
         ],
         kv=choices.kv,

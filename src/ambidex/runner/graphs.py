@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ambidex.attention.bounded_scan import BoundedScan, collect_figures, scanned_bytes
 from ambidex.attention.decode_batch import DecodeBatch
 from ambidex.attention.decode_inputs import DecodeInputs
 from ambidex.attention.handover import Handover
@@ -25,7 +26,7 @@ from ambidex.attention.streamed import LaneBalance, StreamedAttention
 from ambidex.core.errors import LaneError
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.model_spec import ModelSpec
-from ambidex.core.step import ScheduledRequest
+from ambidex.core.step import ScheduledRequest, SelectionFigures
 from ambidex.kernels import api
 from ambidex.kernels.cpu.native import KeyBatch, ThreadPool
 from ambidex.models.base import AttentionOp, CausalLM
@@ -70,6 +71,7 @@ class DecodeSteps:
         stream_blocks: blocks of a layer that it may hold at once.
         follows_lanes: that share changes from step to step so that the lanes end together.
         capture: how a step is captured, `CudaCapture()` or a test's; None: each step is launched anew.
+        bounded: the bounded policy, by which the CPU lane leaves out keys; None: it attends all of its own.
     """
 
     def __init__(
@@ -85,14 +87,17 @@ class DecodeSteps:
         stream_blocks: int,
         follows_lanes: bool,
         capture: Capture | None,
+        bounded: BoundedScan | None = None,
     ) -> None:
         self._model = model
         self._spec = spec
         self._forward = forward
+        self._bounded = bounded
         pool, dram = pools[Tier.GPU], pools[Tier.DRAM]
         self._pools = dict(pools)
         self._dram = dram if isinstance(dram, TiledKVPool) and dram.num_blocks else None
         self._handovers: dict[int, Handover] = {}
+        self._empty_batches: dict[int, KeyBatch] = {}
         self._balance = LaneBalance(stream_share) if follows_lanes and stream_share > 0 else None
         self._stream = None
         if self._dram is not None and stream_share > 0 and stream_blocks > 0:
@@ -139,8 +144,9 @@ class DecodeSteps:
         return DecodeOutput(
             logits=self._logits[: len(requests)],
             chosen=self._chosen[: len(requests)],
-            lane_bytes=self._lane_bytes(),
+            lane_bytes=lambda: self._lane_bytes(num_rows),
             is_replayed=is_replayed,
+            selection=None if self._bounded is None else lambda: self._selection(len(requests), num_rows),
         )
 
     def _run(self, num_rows: int) -> bool | None:
@@ -149,7 +155,7 @@ class DecodeSteps:
         Raises:
             LaneError: the accelerator and the CPU lane lost each other.
         """
-        batches = self._layer_batches()
+        batches, scanned = self._layer_batches(num_rows)
         try:
             handover = None if batches is None else self._handover(num_rows)
         except RuntimeError as error:  # torch's: no pinned memory for its buffers
@@ -159,9 +165,9 @@ class DecodeSteps:
         replay = self._replays.get(key)
         if replay is None:
             if self._capture is None:
-                self._launch(num_rows, handover, batches)
+                self._launch(num_rows, handover, batches, scanned)
                 return False
-            return False if self._try_capture(self._capture, num_rows, handover, batches) else None
+            return False if self._try_capture(self._capture, num_rows, handover, batches, scanned) else None
         if handover is None or batches is None:
             replay()
         else:
@@ -170,7 +176,7 @@ class DecodeSteps:
                 self._stream.start(self._batch.stream_runs)
             replay()
             handover.mark_launched()
-            handover.answer(batches)
+            handover.answer(batches, scanned)
             if self._stream is not None:
                 self._stream.finish()
             if self._balance is not None:
@@ -184,45 +190,91 @@ class DecodeSteps:
 
     def answer_alone(self, num_requests: int) -> None:
         """Do the CPU lane's part of the last step once more, as if all its queries were there: for benchmarks."""
-        batches, num_rows = self._layer_batches(), self._bucket(num_requests)
-        assert batches is not None, "the last step had no keys in DRAM"
+        num_rows = self._bucket(num_requests)
         assert num_rows is not None, "more requests than a step takes"
-        self._handover(num_rows).answer_alone(batches)
+        batches, scanned = self._layer_batches(num_rows)
+        assert batches is not None, "the last step had no keys in DRAM"
+        self._handover(num_rows).answer_alone(batches, scanned)
 
     def _bucket(self, num_requests: int) -> int | None:
         return next((size for size in self._buckets if size >= num_requests), None)
 
-    def _launch(self, num_rows: int, handover: Handover | None, batches: Sequence[KeyBatch] | None) -> None:
+    def _launch(
+        self,
+        num_rows: int,
+        handover: Handover | None,
+        batches: Sequence[KeyBatch] | None,
+        scanned: Sequence[KeyBatch],
+    ) -> None:
         """Run a step without a graph."""
         if handover is None or batches is None:
             self._compute(num_rows, None)
             return
         handover.reset()
         if self._stream is None:
-            with handover.answering(batches):
+            with handover.answering(batches, scanned):
                 self._compute(num_rows, handover)
             return
         with handover.answering(batches), self._stream.inline(self._batch.stream_runs):
             self._compute(num_rows, handover)
 
-    def _layer_batches(self) -> list[KeyBatch] | None:
-        """The CPU lane's keys of each layer; None if it has nothing to do."""
+    def _layer_batches(self, num_rows: int) -> tuple[list[KeyBatch] | None, list[KeyBatch]]:
+        """The CPU lane's keys of each layer, None if it has nothing to do; and those of them that it scans."""
         batches = self._batch.key_batches
-        return None if batches is None else [batches[window] for window in self._spec.windows]
+        if batches is None:
+            return None, []
+        layers = [batches[window] for window in self._spec.windows]
+        if self._bounded is None:
+            return layers, []
+        self._bounded.make_missing(Tier.DRAM, self._batch.dram_ids)
+        return [self._no_keys(num_rows)] * len(layers), layers
+
+    def _no_keys(self, num_rows: int) -> KeyBatch:
+        """No key for any of so many rows."""
+        if num_rows not in self._empty_batches:
+            none = torch.zeros(num_rows, dtype=torch.int64)
+            self._empty_batches[num_rows] = KeyBatch(
+                none[:0], torch.zeros(num_rows + 1, dtype=torch.int64), none, none, torch.arange(num_rows + 1),
+                block_size=self._pools[Tier.DRAM].spec.block_size,
+            )  # fmt: skip
+        return self._empty_batches[num_rows]
 
     def _handover(self, num_rows: int) -> Handover:
         if num_rows not in self._handovers:
             assert self._dram is not None, "a batch without a CPU lane has no keys in DRAM"
             pool = self._pools[Tier.GPU]
             self._handovers[num_rows] = Handover(
-                self._spec, self._dram, num_rows, dtype=pool.k.dtype, device=pool.device
+                self._spec, self._dram, num_rows, dtype=pool.k.dtype, device=pool.device, bounded=self._bounded
             )
         return self._handovers[num_rows]
 
-    def _lane_bytes(self) -> dict[Lane, int]:
+    def _selection(self, num_requests: int, num_rows: int) -> SelectionFigures:
+        """What the CPU lane left out in the last step."""
+        by_tier = self._batch.num_keys[None]
+        num_visible = sum(by_tier.values()) + self._batch.num_streamed
+        if not by_tier[Tier.DRAM]:
+            num_choices = self._spec.num_layers * num_requests * self._spec.num_q_heads
+            num_keys = self._spec.num_layers * self._spec.num_q_heads * num_visible
+            return SelectionFigures(
+                num_choices=num_choices, num_visible=num_keys, num_attended=num_keys, num_bounded=num_choices
+            )
+        handover = self._handovers[num_rows]
+        figures = {Tier.DRAM: handover.figures[:, :num_requests].numpy()}
+        num_scanned = {Tier.DRAM: by_tier[Tier.DRAM]}
+        return collect_figures(figures, num_scanned, num_visible, handover.out_norms[:, :num_requests].numpy())
+
+    def _lane_bytes(self, num_rows: int) -> dict[Lane, int]:
         """Bytes of K and V that each lane read in the step."""
         near, dram = (self._pools[tier].spec.bytes_per_token_layer for tier in (Tier.GPU, Tier.DRAM))
         num_keys = self._batch.num_keys.items()
+        if self._bounded is not None and self._batch.key_batches is not None:
+            num_near, num_dram = (self._batch.num_keys[None][tier] for tier in (Tier.GPU, Tier.DRAM))
+            figures = {Tier.DRAM: self._handovers[num_rows].figures.numpy()}
+            read = scanned_bytes(
+                {Tier.DRAM: self._bounded.copies[Tier.DRAM]}, figures, {Tier.DRAM: num_dram}, self._spec,
+                {Tier.DRAM: Lane.CPU},
+            )  # fmt: skip
+            return {Lane.GPU: near * num_near * self._spec.num_layers, Lane.STREAM: 0} | read
         return {
             Lane.GPU: near * sum(num[Tier.GPU] * self._num_layers[window] for window, num in num_keys),
             Lane.CPU: dram * sum(num[Tier.DRAM] * self._num_layers[window] for window, num in num_keys),
@@ -243,21 +295,29 @@ class DecodeSteps:
         attention: AttentionOp = paged
         if handover is not None:
             streamed = StreamedAttention(self._spec, self._stream, rows) if self._stream is not None else None
-            attention = HybridAttention(paged, handover, streamed)
+            hybrid = HybridAttention(paged, handover, streamed, is_bounded=self._bounded is not None)
+            attention = hybrid
         hidden = self._forward(self._model, batch, attention)
+        if handover is not None:
+            hybrid.end()
         logits = self._logits[:num_rows]
         logits.copy_(self._model.logits(hidden))
         self._chosen[:num_rows].copy_(api.likeliest(logits))
 
     def _try_capture(
-        self, capture: Capture, num_rows: int, handover: Handover | None, batches: Sequence[KeyBatch] | None
+        self,
+        capture: Capture,
+        num_rows: int,
+        handover: Handover | None,
+        batches: Sequence[KeyBatch] | None,
+        scanned: Sequence[KeyBatch],
     ) -> bool:
         """Compute the step, then capture it; False if graphs had to be given up (the step may or may not have run).
 
         NOTE: computing a step twice is harmless: it stores the same rows in the same slots.
         """
         try:
-            self._launch(num_rows, handover, batches)
+            self._launch(num_rows, handover, batches, scanned)
             self._replays[num_rows, handover is not None] = capture(lambda: self._compute(num_rows, handover))
         except LaneError:
             raise
