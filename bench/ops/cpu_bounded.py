@@ -6,7 +6,7 @@ One call is one layer's decode step. Keys are random with scores of one nat's sp
 the keys for each query head, that hold 99.5 % of its softmax together: so many are kept at a dropped mass of 0.01 (the
 union over the heads of a group is larger, and is what is read). As many layers as `--gib` GiB hold are read in turn, as
 a model's are. Printed are the bytes that the op must read, the time that plain reads of them take with the same threads
-in the same run (predicted), the time measured, and exact attention over the same keys. The last line is one JSON record.
+in the same run (predicted), the time measured, and exact attention over the same keys. The last line is a JSON record.
 """
 
 import argparse

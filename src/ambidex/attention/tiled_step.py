@@ -193,9 +193,14 @@ class TiledAttention:
         """Bounded attention over each tier in turn, what came before being known already."""
         for tier in self._pools:
             out, lse, _ = bounded.native.attend_bounded(
-                q, bounded.copies[tier].layer(layer_idx), self._inputs.scanned[tier], scale=self._scale,
-                max_mass=bounded.max_mass / len(self._pools), near=(near.out, near.lse), figures=self._inputs.figures[tier][layer_idx],
-            )  # fmt: skip
+                q,
+                bounded.copies[tier].layer(layer_idx),
+                self._inputs.scanned[tier],
+                scale=self._scale,
+                max_mass=bounded.max_mass / len(self._pools),
+                near=(near.out, near.lse),
+                figures=self._inputs.figures[tier][layer_idx],
+            )
             near = AttentionState(out, lse)
         return near
 

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import Tier
-from ambidex.core.kv_spec import KVOrder, KVSpec
+from ambidex.core.kv_spec import KVOrder, KVSpec, scan_bytes_per_block
 from ambidex.core.policy import BoundedScores, PolicyName, resolve_policy
-from ambidex.runner.decode import DecodeForm
-from ambidex.storage.scan_copy import scan_bytes_per_block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +24,11 @@ class BoundedForm:
         return {tier: scan_bytes_per_block(spec) for tier, spec in specs.items() if spec.order is KVOrder.TILES}
 
 
-def choose_bounded_form(
-    config: EngineConfig, specs: Mapping[Tier, KVSpec], decode_form: DecodeForm, decode_form_why: str
-) -> BoundedForm:
+def choose_bounded_form(config: EngineConfig, specs: Mapping[Tier, KVSpec], *, why_ordinary: str | None) -> BoundedForm:
     """The form of the engine's policy; another policy than bounded has no native one.
 
     Args:
-        decode_form: what decode steps would have if all keys were attended.
+        why_ordinary: why decode steps would take the ordinary path if all keys were attended; None: they would not.
     Raises:
         ConfigError: the native form is asked for and cannot be had.
     """
@@ -41,12 +37,10 @@ def choose_bounded_form(
     scores = resolve_policy(config).bounded_scores
     if scores not in (BoundedScores.AUTO, BoundedScores.SCAN):
         return BoundedForm(is_native=False, why=f"`bounded_scores` {scores} is the reference form, in plain torch")
-    reason = None
-    if decode_form is DecodeForm.ORDINARY:
-        reason = decode_form_why
-    elif specs[Tier.DRAM].order is not KVOrder.TILES:
+    reason = why_ordinary
+    if reason is None and specs[Tier.DRAM].order is not KVOrder.TILES:
         reason = "K and V in host memory are not in tile order"
-    elif config.verify:
+    if reason is None and config.verify:
         reason = "`verify` computes outputs again, which the reference form alone can do"
     if reason is None:
         return BoundedForm(is_native=True, why="keys in host memory are scanned in 8 bits by the native op")

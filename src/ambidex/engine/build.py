@@ -255,7 +255,8 @@ def _choose(config: EngineConfig, decode_form: DecodeForm | None, *, streams_chu
     form, form_why = (decode_form, "asked for") if decode_form else _choose_decode_form(config, spec, device, threads)
     has_row_ops = is_cuda or form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
     kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
-    bounded = choose_bounded_form(config, kv.specs, form, form_why)
+    why_ordinary = form_why if form is DecodeForm.ORDINARY else None
+    bounded = choose_bounded_form(config, kv.specs, why_ordinary=why_ordinary)
     if config.policy is not PolicyName.EXACT and not bounded.is_native:
         form, form_why = decode_form or DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
     weights_bytes = _weights_bytes(spec, dtype, device, keeps_quantized=keeps)

@@ -12,20 +12,11 @@ import torch
 
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import TierFullError
-from ambidex.core.kv_spec import KVSpec
+from ambidex.core.kv_spec import scan_bytes_per_block
 from ambidex.core.units import format_size
 from ambidex.kernels.cpu.bounded import BoundedPool, ScannedLayer
 from ambidex.storage.huge_pages import advise_huge_pages
 from ambidex.storage.tiled_pool import TiledKVPool
-
-_NORM_BYTES = 8
-_SCALE_BYTES = 4
-
-
-def scan_bytes_per_block(spec: KVSpec) -> int:
-    """Bytes that a `ScanCopy` keeps of a block of a pool in tile order, all layers."""
-    row = 0 if spec.dtype is DType.INT8 else spec.row_size * (1 + spec.dtype.num_bytes) + _SCALE_BYTES
-    return spec.num_layers * spec.num_kv_heads * (spec.block_size * row + _NORM_BYTES)
 
 
 class ScanCopy:
@@ -83,7 +74,7 @@ class ScanCopy:
     @property
     def key_bytes(self) -> int:
         """Bytes of one key of one layer and head that a scan reads."""
-        return self._pool.spec.row_size + _SCALE_BYTES
+        return self._pool.spec.row_size + DType.INT8.num_scale_bytes
 
     @property
     def kept_bytes(self) -> int:
