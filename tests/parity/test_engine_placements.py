@@ -13,7 +13,9 @@ from ambidex import EngineConfig, SamplingParams
 from ambidex.core.config import DeviceKind, DTypeChoice, Graphs
 from ambidex.core.placement import LayerPlacement, Placement, WeightSplit
 from ambidex.engine.build import build_engine
+from ambidex.engine.engine import Engine
 from ambidex.models.divided import RingSizes
+from ambidex.runner.decode import DecodeForm
 from tiny_engine import make_engine_folder
 from tiny_models import ALIBI_VARIANTS, NUM_LAYERS, VARIANTS, VOCAB_SIZE
 
@@ -48,7 +50,11 @@ def placements(draw: st.DrawFn, variant: str) -> Placement:
 
 def answer(folder: Path, placement: Placement | None, *, device: DeviceKind, **settings: Any) -> list[tuple[int, ...]]:
     """Greedy tokens of all prompts, which are computed together."""
-    parts = {name: settings.pop(name) for name in ("weight_ring", "most_cpu_tokens") if name in settings}
+    return answers_of(make_engine(folder, placement, device=device, **settings))
+
+
+def make_engine(folder: Path, placement: Placement | None, *, device: DeviceKind, **settings: Any) -> Engine:
+    parts = {name: settings.pop(name) for name in ("weight_ring", "most_cpu_tokens", "decode_form") if name in settings}
     path = None
     if placement is not None:
         path = folder / "placement.json"
@@ -57,7 +63,10 @@ def answer(folder: Path, placement: Placement | None, *, device: DeviceKind, **s
         model=str(folder), device=device, dtype=DTypeChoice.FP32, num_threads=1, block_size=16,
         placement=None if path is None else str(path), **settings,
     )  # fmt: skip
-    engine = build_engine(config, **parts)
+    return build_engine(config, **parts)
+
+
+def answers_of(engine: Engine) -> list[tuple[int, ...]]:
     ids, answers = [engine.add(prompt, PARAMS) for prompt in PROMPTS], {}
     while engine.has_work:
         answers |= {output.request_id: output for output in engine.step()}
@@ -88,6 +97,7 @@ def test_greedy_tokens_under_any_placement_equal_the_undivided_run(
             chunk_bytes=data.draw(st.sampled_from([1, 9000, 30000])), num_slots=data.draw(st.integers(1, 4))
         ),
         most_cpu_tokens=data.draw(st.sampled_from([0, 3, 16, 10**6])),
+        decode_form=data.draw(st.sampled_from([None, DecodeForm.FIXED] if device is DeviceKind.CPU else [None])),
         **data.draw(st.sampled_from(KV)),
     )
     assert got == wanted
@@ -102,3 +112,49 @@ def test_greedy_tokens_of_every_model_with_weights_in_three_places_equal_the_und
     wanted = answer(folder, None, device=DeviceKind.CPU)
     ring = RingSizes(chunk_bytes=9000, num_slots=2)
     assert answer(folder, placement, device=DeviceKind.CPU, weight_ring=ring) == wanted
+
+
+@pytest.mark.parametrize("kv", KV, ids=["kv on the accelerator", "kv on both tiers", "kv in dram"])
+@pytest.mark.parametrize("variant", ["llama_biased", "opt", "falcon_7b"])
+def test_greedy_tokens_of_fixed_steps_with_a_part_for_the_cpu_equal_the_undivided_run(
+    variant: str, kv: dict[str, Any], tmp_path: Path
+) -> None:
+    """Every place has a part for the CPU, beside keys in DRAM of the same layers; large steps have none."""
+    folder = make_engine_folder(tmp_path, variant)
+    placement = Placement(layers=(LayerPlacement(attention=SPREAD, mlp=SPREAD),) * NUM_LAYERS)
+    wanted = answer(folder, None, device=DeviceKind.CPU)
+    for most_cpu_tokens in (2, 10**6):
+        got = answer(
+            folder, placement, device=DeviceKind.CPU, decode_form=DecodeForm.FIXED, most_cpu_tokens=most_cpu_tokens,
+            weight_ring=RingSizes(chunk_bytes=9000, num_slots=3), **kv,
+        )  # fmt: skip
+        assert got == wanted
+
+
+PLACEMENTS: Final = {
+    "streamed": WeightSplit(on_gpu=0.5, streamed=0.5),
+    "cpu": WeightSplit(on_gpu=0.5, on_cpu=0.5),
+    "three": SPREAD,
+    "nothing on the gpu": WeightSplit(on_gpu=0.0, on_cpu=0.5, streamed=0.5),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv", KV, ids=["kv on the gpu", "kv on both tiers", "kv in dram"])
+@pytest.mark.parametrize("split", PLACEMENTS)
+@pytest.mark.parametrize("variant", ["llama_biased", "opt", "falcon_7b", "qwen3"])
+def test_greedy_tokens_of_captured_steps_under_a_placement_equal_the_undivided_run(
+    variant: str, split: str, kv: dict[str, Any], tmp_path: Path
+) -> None:
+    """Copies are part of the graphs, the CPU answers between their nodes, and graphs are really replayed."""
+    folder = make_engine_folder(tmp_path, variant)
+    parts = PLACEMENTS[split]
+    placement = Placement(layers=(LayerPlacement(attention=parts, mlp=parts),) * NUM_LAYERS)
+    wanted = answer(folder, None, device=DeviceKind.CUDA)
+    for most_cpu_tokens in (None, 2):
+        engine = make_engine(
+            folder, placement, device=DeviceKind.CUDA, weight_ring=RingSizes(chunk_bytes=9000, num_slots=3),
+            most_cpu_tokens=most_cpu_tokens, **kv,
+        )  # fmt: skip
+        assert answers_of(engine) == wanted
+        assert engine.stats.num_replayed_steps > 3

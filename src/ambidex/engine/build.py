@@ -180,7 +180,7 @@ def build_engine(
     tokenizer = load_tokenizer(choices.source)
     eos_ids = _eos_ids(choices.spec, tokenizer)
     torch.set_num_threads(choices.num_threads)
-    model, divided = _load_model(config, choices, progress, host_memory, most_cpu_tokens)
+    model, divided, lanes = _load_model(config, choices, progress, host_memory, most_cpu_tokens)
     pools = _make_pools(choices, host_memory)
     fallbacks = _find_fallbacks(choices, pools, divided)
     kv_manager = KVManager(
@@ -207,7 +207,7 @@ def build_engine(
         copies=CopyEngine(pools, copy=trace.copy),
         device=choices.device,
         forward=forward,
-        decode_steps=_make_decode_steps(config, choices, model, pools, forward, stream_share, capture),
+        decode_steps=_make_decode_steps(config, choices, model, pools, forward, stream_share, capture, lanes),
         torch_threads=TorchThreads(choices.num_threads)
         if choices.device.type == "cpu" and choices.threads is not None
         else None,
@@ -319,8 +319,6 @@ def _choose(
     weights = _choose_weights(
         config, spec, dtype, device, kv, keeps_quantized=keeps, free=free, fixed=fixed, ring=weight_ring
     )
-    if weights.parts is not None and weights.parts.on_cpu and form is DecodeForm.CAPTURED:
-        form, form_why = DecodeForm.ORDINARY, "the CPU multiplies a part of the weights, which no graph waits for"
     if weights.placement is not None:
         check_placement(config, looks_ahead=Need.LOOK_AHEAD in policy.needs, placement=weights.placement)
     return _Choices(
@@ -434,6 +432,7 @@ def _make_decode_steps(
     forward: Forward,
     stream_share: float,
     capture: Callable[[], Capture],
+    lanes: WeightLanes | None,
 ) -> FixedSteps | None:
     if choices.decode_form is DecodeForm.PROGRAM:
         return ProgramSteps(
@@ -456,6 +455,7 @@ def _make_decode_steps(
         stream_blocks=choices.stream.step_blocks if choices.stream is not None else 0,
         follows_lanes=config.stream_percent is None,
         capture=capture() if choices.decode_form is DecodeForm.CAPTURED else None,
+        weights=lanes,
     )
 
 
@@ -559,7 +559,7 @@ def _load_model(
     progress: Progress | None,
     host_memory: HostMemory,
     most_cpu_tokens: int | None,
-) -> tuple[CausalLM, DividedWeights | None]:
+) -> tuple[CausalLM, DividedWeights | None, WeightLanes | None]:
     device, dtype = choices.device, TORCH_DTYPES[choices.dtype]
     linear = LinearContext(choices.threads if device.type == "cpu" else None)
     is_divided = choices.weights.placement is not None
@@ -599,13 +599,19 @@ def _load_model(
             divided=matrices,
             progress=progress,
         )
-    if divided is not None:
-        if most_cpu_tokens is None:
-            most_cpu_tokens = find_most_cpu_tokens(device, multiplies_bf16=host_linear.multiplies_bf16)
-        divided.bind(
-            WeightLanes(divided.ring, most_cpu_tokens=most_cpu_tokens, begin_host=HostLane(device).begin, owner=divided)
-        )
-    return model.eval(), divided
+    if divided is None:
+        return model.eval(), None, None
+    if most_cpu_tokens is None:
+        most_cpu_tokens = find_most_cpu_tokens(device, multiplies_bf16=host_linear.multiplies_bf16)
+    lanes = WeightLanes(
+        divided.ring,
+        dtype=TORCH_DTYPES[activation_dtype(choices.dtype, device)],
+        most_cpu_tokens=most_cpu_tokens,
+        begin_host=HostLane(device).begin,
+        owner=divided,
+    )
+    divided.bind(lanes)
+    return model.eval(), divided, lanes
 
 
 def _make_pools(choices: _Choices, memory: HostMemory) -> dict[Tier, KVPool]:

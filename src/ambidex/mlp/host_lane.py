@@ -43,6 +43,7 @@ class HostSide:
         self.shape = shape
         self.parts = tuple(parts)
         self.rows = range(parts[0].rows.start, parts[-1].rows.stop)
+        self.answer_width = shape.num_out or len(self.rows)
 
     def compute(self, x: Tensor) -> Tensor:
         """x [T, K] fp32 in DRAM → [T, n] or, of neurons, [T, num_out]; fp32."""

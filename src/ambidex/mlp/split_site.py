@@ -7,7 +7,8 @@
 It stands in for the layers of the place, which a model calls as always.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,16 @@ class SiteParts:
     """In steps of many tokens: all that lies in DRAM, since products, not reading, would take the CPU's time."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPlace:
+    """A place where the CPU has a part, and when in a step it comes."""
+
+    side: HostSide
+    layer_idx: int | None
+    """None: behind all layers."""
+    is_before_attention: bool
+
+
 BeginHost = Callable[[HostSide, Tensor], Callable[[], Answer]]
 
 
@@ -48,16 +59,43 @@ class WeightLanes:
 
     Args:
         ring: brings what is streamed.
+        dtype: of x.
         most_cpu_tokens: tokens of a step up to which the CPU multiplies.
         begin_host: the CPU lane, see `HostLane.begin`.
         owner: of the memory in DRAM, which is pinned as long as it lives.
+
+    Attributes:
+        places: where the CPU has a part, in the order of use.
     """
 
-    def __init__(self, ring: WeightRing, *, most_cpu_tokens: int, begin_host: BeginHost, owner: object) -> None:
+    def __init__(
+        self,
+        ring: WeightRing,
+        *,
+        dtype: torch.dtype,
+        most_cpu_tokens: int,
+        begin_host: BeginHost,
+        owner: object,
+    ) -> None:
         self.ring = ring
+        self.dtype = dtype
         self.most_cpu_tokens = most_cpu_tokens
         self.begin_host = begin_host
+        self.places: list[HostPlace] = []
         self._owner = owner
+
+    def has_host(self, num_tokens: int) -> bool:
+        """Whether the CPU has a part in steps of so many tokens."""
+        return bool(self.places) and num_tokens <= self.most_cpu_tokens
+
+    @contextmanager
+    def handing_over(self, begin_host: BeginHost) -> Iterator[None]:
+        """Launch steps whose CPU lane is another."""
+        usual, self.begin_host = self.begin_host, begin_host
+        try:
+            yield
+        finally:
+            self.begin_host = usual
 
 
 class SplitSite:

@@ -23,7 +23,7 @@ from ambidex.layers.split_matrix import Piece, SplitMatrix
 from ambidex.mlp.cuts import Cuts, SiteShape
 from ambidex.mlp.host_lane import HostSide
 from ambidex.mlp.parts import Part, Rows
-from ambidex.mlp.split_site import SiteParts, SplitSite, StreamedPart, WeightLanes
+from ambidex.mlp.split_site import HostPlace, SiteParts, SplitSite, StreamedPart, WeightLanes
 from ambidex.models.base import CausalLM, LinearSite
 from ambidex.models.quantized import names_of_parameters
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
@@ -54,6 +54,9 @@ class SitePlan:
     site: LinearSite | Neurons
     shape: SiteShape
     cuts: Cuts
+    layer_idx: int | None
+    """None: behind all layers."""
+    is_before_attention: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,16 +82,21 @@ def plan_sites(model: CausalLM, placement: Placement, *, chunk_size: int) -> lis
         raise ConfigError(f"`placement` has {len(placement.layers)} layers: the model has {len(layers)}")
     plans: list[SitePlan] = []
 
-    def add(site: LinearSite | Neurons, split: WeightSplit) -> None:
+    def add(
+        site: LinearSite | Neurons, split: WeightSplit, layer_idx: int | None, *, is_before_attention: bool = False
+    ) -> None:
         shape = _shape_of(site)
-        plans.append(SitePlan(site=site, shape=shape, cuts=Cuts.of(shape, split, chunk_size=chunk_size)))
+        cuts = Cuts.of(shape, split, chunk_size=chunk_size)
+        plans.append(
+            SitePlan(site=site, shape=shape, cuts=cuts, layer_idx=layer_idx, is_before_attention=is_before_attention)
+        )
 
-    for sites, layer in zip(layers, placement.layers, strict=True):
-        for site in sites.attention:
-            add(site, layer.attention)
-        add(sites.mlp, layer.mlp)
+    for layer_idx, (sites, layer) in enumerate(zip(layers, placement.layers, strict=True)):
+        for place, site in enumerate(sites.attention):
+            add(site, layer.attention, layer_idx, is_before_attention=place == 0)
+        add(sites.mlp, layer.mlp, layer_idx)
     if not is_head_shared(model):
-        add(model.lm_head, placement.head)
+        add(model.lm_head, placement.head, None)
     elif placement.head.on_gpu != 1.0:
         raise ConfigError(
             "`placement` divides the last projection, which is the model's table of tokens: leave it whole"
@@ -197,6 +205,10 @@ class DividedWeights:
                 few=self._streamed(plan, host[num_on_cpu:], few, num_few),
                 many=self._streamed(plan, host, many, num_many),
             )
+            if parts.host is not None:
+                lanes.places.append(
+                    HostPlace(side=parts.host, layer_idx=plan.layer_idx, is_before_attention=plan.is_before_attention)
+                )
             num_few += len(parts.few)
             num_many += len(parts.many)
             plan.site.stand_in = SplitSite(
