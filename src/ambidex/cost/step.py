@@ -51,11 +51,9 @@ class StepPrediction:
     @property
     def binds(self) -> str:
         """What the step waits for most."""
-        if self.step_s == self.link_s:
-            return "link"
-        if self.step_s == self.dram_s:
-            return "DRAM, read by the CPU and by copies at once"
-        return "CPU" if self.cpu_phase_s > self.path_s / 2 else "GPU"
+        if self.step_s == self.path_s:
+            return "CPU" if self.cpu_phase_s > self.path_s / 2 else "GPU"
+        return "link" if self.step_s == self.link_s else "DRAM, read by the CPU and by copies at once"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +105,7 @@ def predict_step(units: StepUnits, placement: Placement, kv: KVShares) -> StepPr
     return StepPrediction(
         path_s=path,
         link_s=streamed * units.link_s_per_byte,
-        dram_s=idle * (1 - units.copies_share) + (read + streamed) * units.beside_s_per_byte if streamed else 0.0,
+        dram_s=idle * (1 - units.copies_share) + (read + streamed) * units.beside_s_per_byte if units.has_link else 0.0,
         gpu_s=units.fixed_s + sum(phase.gpu_s for phase in phases),
         cpu_s=sum(phase.cpu_s for phase in phases),
         cpu_phase_s=sum(phase.path_s for phase in phases if phase.cpu_total_s > phase.gpu_s),
