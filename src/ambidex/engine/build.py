@@ -180,7 +180,7 @@ def build_engine(
         runner if checksums is None else VerifiedExecutor(runner.execute, checksums, device=choices.device)
     )
     core = (
-        EngineCore(scheduler=scheduler, executor=executor)
+        EngineCore(scheduler=scheduler, executor=executor, launch=runner.launch if checksums is None else None)
         if not tracer.is_on
         else TracedCore(scheduler=scheduler, executor=executor, tracer=tracer, kv_bytes=kv_bytes)
     )

@@ -9,6 +9,7 @@ its own. The first step of a bucket runs as it is, which is its answer and warms
 capturing fails, graphs are given up with one warning, and every step takes the ordinary path.
 """
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,19 +18,19 @@ import torch
 from torch import Tensor
 
 from ambidex.attention.decode_batch import DecodeBatch
-from ambidex.attention.decode_inputs import DecodeInputs
+from ambidex.attention.decode_inputs import DecodeInputs, DecodeTokens
 from ambidex.attention.handover import Handover
 from ambidex.attention.hybrid import HybridAttention
 from ambidex.attention.paged import PagedAttention
 from ambidex.attention.streamed import LaneBalance, StreamedAttention
 from ambidex.core.errors import LaneError
-from ambidex.core.ids import Lane, Tier
+from ambidex.core.ids import Lane, RequestId, Tier
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.step import ScheduledRequest
 from ambidex.kernels import api
 from ambidex.kernels.cpu.native import KeyBatch, ThreadPool
 from ambidex.models.base import AttentionOp, CausalLM
-from ambidex.runner.decode import DecodeOutput
+from ambidex.runner.decode import DecodeOutput, LaunchedDecode
 from ambidex.runner.input_batch import InputBatch
 from ambidex.storage.kv_pool import KVPool
 from ambidex.storage.step_stream import StepStream
@@ -56,6 +57,36 @@ class CudaCapture:
             body()
         replay: Callable[[], None] = graph.replay
         return replay
+
+
+class ChosenCopy:
+    """Brings a step's chosen tokens to the host while the device goes on; for one step at a time.
+
+    Args:
+        max_rows: of a step.
+    """
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._host = torch.empty(max_rows, dtype=torch.int64, pin_memory=is_cuda)
+        self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # torch has no types here
+        self._num_rows = 0
+        self.lane_bytes: Mapping[Lane, int] = {}
+
+    def begin(self, chosen: Tensor, lane_bytes: Mapping[Lane, int]) -> "ChosenCopy":
+        """Copy tokens [B] behind what was sent to the device; waits for nothing."""
+        self._num_rows, self.lane_bytes = len(chosen), lane_bytes
+        self._host[: len(chosen)].copy_(chosen, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        return self
+
+    def wait(self) -> list[int]:
+        """The tokens."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        tokens: list[int] = self._host[: self._num_rows].tolist()
+        return tokens
 
 
 class DecodeSteps:
@@ -121,6 +152,10 @@ class DecodeSteps:
         self._logits = torch.empty(buckets[-1], spec.vocab_size, dtype=torch.float32, device=pool.device)
         self._all_rows = torch.arange(buckets[-1], device=pool.device)
         self._chosen = torch.empty(buckets[-1], dtype=torch.int64, device=pool.device)
+        self._tokens = DecodeTokens(max_rows=buckets[-1], device=pool.device)
+        self._launched_rows: dict[RequestId, int] = {}
+        self._copies = tuple(ChosenCopy(buckets[-1], pool.device) for _ in range(2))  # one waits while one is sent
+        self._turns = itertools.cycle(range(len(self._copies)))
         self._replays: dict[tuple[int, bool], Callable[[], None]] = {}  # by rows, and whether the CPU lane answers
 
     def try_run(self, requests: Sequence[ScheduledRequest]) -> DecodeOutput | None:
@@ -142,6 +177,23 @@ class DecodeSteps:
             lane_bytes=self._lane_bytes(),
             is_replayed=is_replayed,
         )
+
+    def try_launch(self, requests: Sequence[ScheduledRequest]) -> LaunchedDecode | None:
+        """Replay a step behind the last one, if it has a graph and the CPU lane has no part in it; see `FixedSteps`.
+
+        Cost: two copies of a few KiB and one launch; waits for nothing.
+        """
+        num_rows = self._bucket(len(requests))
+        if self._is_given_up or num_rows is None:
+            return None
+        replay = self._replays.get((num_rows, False))
+        if replay is None or not self._batch.try_prepare(requests, num_rows, self._launched_rows):
+            return None
+        if self._batch.key_batches is not None:
+            return None
+        replay()
+        self._launched_rows = {request.request_id: row for row, request in enumerate(requests)}
+        return self._copies[next(self._turns)].begin(self._chosen[: len(requests)], self._lane_bytes())
 
     def _run(self, num_rows: int) -> bool | None:
         """Run the step that was prepared; says whether a graph was replayed, None if graphs had to be given up.
@@ -234,7 +286,7 @@ class DecodeSteps:
         rows = self._inputs.device(num_rows)
         rows.extend_table()
         batch = InputBatch(
-            token_ids=rows.token_ids,
+            token_ids=self._tokens.read(rows),
             positions=rows.positions,
             sampled_rows=self._all_rows[:num_rows],
             sampled_ids=(),
@@ -247,7 +299,9 @@ class DecodeSteps:
         hidden = self._forward(self._model, batch, attention)
         logits = self._logits[:num_rows]
         logits.copy_(self._model.logits(hidden))
-        self._chosen[:num_rows].copy_(api.likeliest(logits))
+        chosen = api.likeliest(logits)
+        self._chosen[:num_rows].copy_(chosen)
+        self._tokens.write(chosen)
 
     def _try_capture(
         self, capture: Capture, num_rows: int, handover: Handover | None, batches: Sequence[KeyBatch] | None
