@@ -4,7 +4,6 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -43,6 +42,7 @@ from ambidex.engine.memory import (
 from ambidex.engine.policy_report import policy_rows
 from ambidex.engine.report import EngineFigures, EngineReport, ReportRow
 from ambidex.engine.start_report import PoolFacts, make_report
+from ambidex.engine.text_side import TextFacts, TextSide, make_chat_template, model_path
 from ambidex.engine.trace_file import open_tracer
 from ambidex.engine.traced import TracedCore
 from ambidex.engine.weights_plan import (
@@ -98,7 +98,6 @@ from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
 from ambidex.storage.kv_pool import KVPool, RowKVPool
 from ambidex.storage.tile_writer import TileWriter
 from ambidex.storage.tiled_pool import TiledKVPool
-from ambidex.text.chat import ChatTemplate
 from ambidex.text.guided import GuideCompiler
 from ambidex.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -248,11 +247,16 @@ def build_engine(
     core.stats.fallbacks.update(fallbacks.counts)
     return Engine(
         core=core,
-        tokenizer=tokenizer,
-        chat_template=_chat_template(config, tokenizer),
-        max_context_len=choices.memory.max_context_len,
-        vocab_size=choices.spec.vocab_size,
-        eos_ids=eos_ids,
+        text=TextSide(
+            TextFacts(
+                model_path=model_path(choices.source),
+                max_context_len=choices.memory.max_context_len,
+                vocab_size=choices.spec.vocab_size,
+                eos_ids=eos_ids,
+            ),
+            tokenizer,
+            make_chat_template(config.chat_template, tokenizer),
+        ),
         guides=GuideCompiler(tokenizer, vocab_size=choices.spec.vocab_size, eos_ids=eos_ids),
         report=_report(config, choices, pools, divided, stream=(stream_share, stream_why), fallbacks=fallbacks),
         figures=EngineFigures(
@@ -532,19 +536,6 @@ def _find_fallbacks(choices: _Choices, pools: Mapping[Tier, KVPool], divided: Di
         page_refusals[Tier.DRAM] = divided.page_refusal
     note_memory(found, pin_refusals, page_refusals)
     return found
-
-
-def _chat_template(config: EngineConfig, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template that chat uses; the user's own is compiled at once, the model's when it is first needed."""
-    if config.chat_template is None:
-        return ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
-    try:
-        source = Path(config.chat_template).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # not there, not UTF-8, a name with a null byte
-        raise ConfigError(f"`chat_template` {config.chat_template!r} cannot be read: {error}") from error
-    template = ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token)
-    template.check()
-    return template
 
 
 def _eos_ids(spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:
