@@ -82,9 +82,7 @@ class Generation:
                     done, total = await self.answer.progress()
                     yield comment(f"{done} of {total} prompt tokens are computed" if done < total else "ping")
                 last.update(news)
-                events = [
-                    frame.event([choice]) for idx, output in news for choice in self.writer.advance(idx, output)
-                ]
+                events = [frame.event([choice]) for idx, output in news for choice in self.writer.advance(idx, output)]
                 if events:
                     yield b"".join(events)
             if self.has_usage:
