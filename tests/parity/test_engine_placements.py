@@ -1,7 +1,6 @@
 """Greedy tokens do not depend on where the weights lie: any placement gives the tokens of the undivided run."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,11 +11,13 @@ from hypothesis import strategies as st
 from ambidex import EngineConfig, SamplingParams
 from ambidex.core.config import DeviceKind, DTypeChoice, Graphs
 from ambidex.core.placement import LayerPlacement, Placement, WeightSplit
+from ambidex.cost.workload import KVShares
 from ambidex.engine.build import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.mlp.split_site import Level
 from ambidex.models.divided import RingSizes
 from ambidex.runner.decode import DecodeForm
+from ambidex.solver.placement_file import placement_json
 from tiny_engine import make_engine_folder
 from tiny_models import ALIBI_VARIANTS, NUM_LAYERS, VARIANTS, VOCAB_SIZE
 
@@ -66,7 +67,7 @@ def make_engine(folder: Path, placement: Placement | None, *, device: DeviceKind
     path = None
     if placement is not None:
         path = folder / "placement.json"
-        path.write_text(json.dumps(asdict(placement)))
+        path.write_text(json.dumps(placement_json(placement, KVShares())))
     config = EngineConfig(
         model=str(folder), device=device, dtype=DTypeChoice.FP32, num_threads=1, block_size=16,
         placement=None if path is None else str(path), **settings,

@@ -383,7 +383,7 @@ def _choose_weights(
     ring = ring or RingSizes(chunk_bytes=chunk_bytes_for(budget), num_slots=NUM_SLOTS)
     chunk_size = ring.chunk_bytes // dtype.num_bytes
     if config.placement is not None:
-        placement, why = read_placement(config.placement), f"as {config.placement} says"
+        placement, why = read_placement(config.placement, spec.num_layers), f"as {config.placement} says"
     else:
         least_kv = kv.specs[Tier.GPU].num_blocks(config.kv_gpu_tokens or 0) * kv.specs[Tier.GPU].bytes_per_block
         wanted, why = config.weights_gpu_memory, "asked for"
