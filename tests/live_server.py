@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from inspect import iscoroutinefunction
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,8 +18,9 @@ from ambidex.runner.runner import Forward, call_model
 from ambidex.server.app import ServerApp
 from ambidex.server.config import ServerConfig
 from ambidex.server.main import DrainingServer, bind, url_of
-from ambidex.server.service import EngineService, MakeEngine
+from ambidex.server.service import EngineService, MakeEngine, Progress
 
+MakeLLM = Callable[[Progress], AsyncLLM]
 WAIT_S = 30.0
 SMALL_POOL: dict[str, Any] = {
     "block_size": 4, "kv_gpu_tokens": 128, "num_sink_tokens": 4, "recent_window": 16, "prefix_cache_percent": 100
@@ -34,13 +36,15 @@ class LiveServer:
         settings: fields of `ServerConfig`.
     """
 
-    def __init__(self, make: MakeEngine, *, api_keys: tuple[str, ...] = (), is_awaited: bool = True, **settings: Any):
+    def __init__(
+        self, make: MakeEngine | MakeLLM, *, api_keys: tuple[str, ...] = (), is_awaited: bool = True, **settings: Any
+    ):
         config = ServerConfig(port=0, **settings)
         self._is_awaited = is_awaited
         self._listener = bind(config)
         self._is_awaited = is_awaited
         self.url = url_of(self._listener)
-        self.service = EngineService(make, stall_s=config.stall_s)
+        self.service = EngineService(make if iscoroutinefunction(make) else in_thread(make), stall_s=config.stall_s)
         self.app = ServerApp(
             self.service, config, names=("tiny",), api_keys=api_keys, on_failed=lambda: self.server.stop()
         )
@@ -92,7 +96,16 @@ class LiveServer:
         asyncio.run(self.server.serve(sockets=[self._listener]))
 
 
-def maker(folder: Path, *, forward: Forward = call_model, **settings: Any) -> MakeEngine:
+def in_thread(make: MakeLLM) -> MakeEngine:
+    """The engine in a thread of the server's own process: what a test hands in can reach it."""
+
+    async def make_there(progress: Progress) -> AsyncLLM:
+        return await asyncio.to_thread(make, progress)
+
+    return make_there
+
+
+def maker(folder: Path, *, forward: Forward = call_model, **settings: Any) -> MakeLLM:
     """Builds the tiny engine; the model is called by `forward`, in every step where that is a test's own."""
     if forward is not call_model:
         settings = {"graphs": "off", **settings}  # a recorded step calls no model

@@ -69,7 +69,7 @@ def test_chat_streams_and_tiers_are_shown(page: Any) -> None:
 
 def test_stop_ends_the_answer_and_keeps_what_came(page: Any) -> None:
     page.click("#clear")
-    before = page.server.app.metrics.text().count(b'reason="gone"')
+    before = page.server.app.metrics.text(None).count(b'reason="gone"')
     page.evaluate("window.held = fetch; window.fetch = (url, options) => held(url, options)")
     page.fill("#max_tokens", "100")
     page.fill("#prompt", "go on")
@@ -79,7 +79,7 @@ def test_stop_ends_the_answer_and_keeps_what_came(page: Any) -> None:
     page.wait_for_selector("#send:not([hidden])")
     wait_until(page.server.is_idle)
     assert page.query_selector(".assistant.open") is None
-    assert page.server.app.metrics.text().count(b'reason="gone"') >= before
+    assert page.server.app.metrics.text(None).count(b'reason="gone"') >= before
 
 
 def test_error_of_the_server_is_shown(page: Any) -> None:

@@ -54,6 +54,8 @@ class ScheduledRequest:
     blocks: tuple[BlockRef, ...]
     is_sampled: bool
     """The last token's logits give the next token of the answer."""
+    is_pending: bool = False
+    """Its one token is the one that the step before gives to the request, and is not known yet: `token_ids` holds 0."""
     allowed_tokens: bytes | None = None
     """One bit for each token of the vocabulary, least significant first, in whole 32-bit words: 1 may be chosen."""
 

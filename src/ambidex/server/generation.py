@@ -79,7 +79,7 @@ class Generation:
             while not self.answer.is_finished:
                 news = await self.answer.next(self.ping_s or None)
                 if not news:
-                    done, total = self.answer.progress
+                    done, total = await self.answer.progress()
                     yield comment(f"{done} of {total} prompt tokens are computed" if done < total else "ping")
                 for idx, output in news:
                     last[idx] = output

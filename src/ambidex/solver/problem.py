@@ -1,0 +1,104 @@
+"""`PlacementProblem`: what is to be placed, what it costs where, how much fits, and what the user has pinned."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from ambidex.core.errors import ConfigError
+from ambidex.core.placement import Placement, WeightSplit
+from ambidex.core.units import MIB
+from ambidex.cost.units import StepUnits
+from ambidex.cost.workload import KVShares
+
+STREAM_BUFFERS: Final = 2
+"""Layers' streamed weights that the GPU holds: one is multiplied with while the other fills."""
+MARGIN_BYTES: Final = MIB
+"""Of each budget that is not given out: fractions of matrices are rounded to rows, and programs solved to 1e-7."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pins:
+    """What the user has decided; the rest is solved around it. Attention and MLP are by layer."""
+
+    attention: Mapping[int, WeightSplit] = field(default_factory=dict)
+    mlp: Mapping[int, WeightSplit] = field(default_factory=dict)
+    head: WeightSplit | None = None
+    kv: KVShares | None = None
+
+    def check(self, num_layers: int) -> None:
+        """Refuse layers that are not there.
+
+        Raises:
+            ConfigError: names them and the last layer.
+        """
+        unknown = sorted(idx for idx in {*self.attention, *self.mlp} if not 0 <= idx < num_layers)
+        if unknown:
+            names = ", ".join(map(str, unknown[:8]))
+            raise ConfigError(f"layers {names} are pinned: the model has the layers 0 to {num_layers - 1}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementProblem:
+    """One workload on one machine.
+
+    `gpu_bytes` and `dram_bytes` are the budgets (`dram_bytes` None: as much as is needed); of the first, what is not
+    divided takes `gpu_fixed_bytes`: embedding, norms, workspace, graphs, buffers of keys.
+    """
+
+    units: StepUnits
+    gpu_bytes: int
+    gpu_fixed_bytes: int = 0
+    dram_bytes: int | None = None
+    pins: Pins = Pins()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Bytes of a placement on each tier, by what they are."""
+
+    gpu: Mapping[str, int]
+    dram: Mapping[str, int]
+
+    @property
+    def gpu_bytes(self) -> int:
+        """All on the GPU."""
+        return sum(self.gpu.values())
+
+    @property
+    def dram_bytes(self) -> int:
+        """All in DRAM."""
+        return sum(self.dram.values())
+
+
+def measure_memory(problem: PlacementProblem, placement: Placement, kv: KVShares) -> MemoryUse:
+    """Bytes that a placement takes."""
+    units, head = problem.units, placement.head
+    on_gpu, on_cpu, streamed = (share * units.head_bytes for share in (head.on_gpu, head.on_cpu, head.streamed))
+    most_streamed = streamed
+    for layer, where in zip(units.layers, placement.layers, strict=True):
+        parts = ((layer.attention_bytes, where.attention), (layer.mlp_bytes, where.mlp))
+        on_gpu += sum(size * split.on_gpu for size, split in parts)
+        on_cpu += sum(size * split.on_cpu for size, split in parts)
+        in_layer = sum(size * split.streamed for size, split in parts)
+        streamed += in_layer
+        most_streamed = max(most_streamed, in_layer)
+    return MemoryUse(
+        gpu={
+            "weights": round(on_gpu),
+            "embedding, norms, workspace": problem.gpu_fixed_bytes,
+            "buffers of streamed weights": round(STREAM_BUFFERS * most_streamed),
+            "keys and values": round(kv.on_gpu * units.kv_gpu_bytes),
+        },
+        dram={
+            "weights, multiplied there": round(on_cpu),
+            "weights, streamed": round(streamed),
+            "keys and values": round((kv.on_cpu + kv.streamed) * units.kv_dram_bytes),
+        },
+    )
+
+
+def fits(problem: PlacementProblem, placement: Placement, kv: KVShares) -> bool:
+    """Whether a placement is within both budgets."""
+    use = measure_memory(problem, placement, kv)
+    dram_fits = problem.dram_bytes is None or use.dram_bytes <= problem.dram_bytes
+    return use.gpu_bytes <= problem.gpu_bytes and dram_fits
