@@ -9,15 +9,8 @@ from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVOrder, KVSpec, StreamBuffers
 from ambidex.core.model_spec import Activation, ModelSpec
 from ambidex.core.units import GIB, MIB
-from ambidex.engine.memory import (
-    BYTES_PER_GRAPH,
-    FreeMemory,
-    MemoryPlan,
-    WeightBytes,
-    fixed_bytes,
-    graph_bytes,
-    plan_memory,
-)
+from ambidex.cost.workspace import BYTES_PER_GRAPH, graph_bytes
+from ambidex.engine.memory import FreeMemory, MemoryPlan, WeightBytes, fixed_bytes, plan_memory
 
 SPEC = ModelSpec(
     architecture="llama", num_layers=2, hidden_size=64, intermediate_size=128, num_q_heads=4, num_kv_heads=2,

@@ -23,6 +23,7 @@ from ambidex.cli.doctor import DoctorCommand
 from ambidex.cli.eval import EvalGroup
 from ambidex.cli.generate import GenerateCommand
 from ambidex.cli.models import ModelsCommand
+from ambidex.cli.plan import PlanCommand
 from ambidex.cli.serve import ServeCommand
 from ambidex.cli.services import Services, package_version
 from ambidex.cli.settings import VerbOption, as_flags
@@ -58,7 +59,7 @@ class AmbidexCommand(click.Group):
             ],
             commands=[
                 GenerateCommand(), ChatCommand(), ServeCommand(), CacheGroup(), BenchGroup(), EvalGroup(),
-                ModelsCommand(), DoctorCommand(),
+                PlanCommand(), ModelsCommand(), DoctorCommand(),
             ],
         )  # fmt: skip
 

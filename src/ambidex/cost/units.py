@@ -60,6 +60,8 @@ class StepUnits:
     cpu_head_s: float
     fixed_s: float
     """Scheduling, sampling, norms and activations: on the GPU's path, whatever the placement."""
+    launch_s: float
+    """More than that if the CPU multiplies weights: such a step is launched op by op, not recorded."""
     attention_handover_s: float
     """Of q, k, v and of the output projection together."""
     kv_handover_s: float
@@ -76,6 +78,11 @@ class StepUnits:
     """Share of the tokens that must lie on the accelerator."""
     batch: int
     has_link: bool
+
+    @property
+    def accelerator(self) -> str:
+        """What computes beside the CPU lane."""
+        return "GPU" if self.has_link else "CPU"
 
 
 def kv_specs(spec: ModelSpec, *, dtype: DType, kv_dtype: DType | None) -> tuple[KVSpec, KVSpec]:
@@ -135,6 +142,7 @@ def make_units(
         cpu_head_s=factor.cpu_weights * terms.product_s(weights.head, cpu.products, num_tokens=batch),
         fixed_s=factor.fixed
         * (terms.step_s(cpu.step_s, cpu.request_s, batch=batch) + spec.num_layers * accelerator.layer_s),
+        launch_s=factor.fixed * spec.num_layers * (profile.gpu.launch_s if profile.gpu is not None else 0.0),
         kv_gpu_bytes=num_tokens * gpu_kv.bytes_per_token,
         kv_dram_bytes=num_tokens * host_kv.bytes_per_token,
         least_kv_on_gpu=min(1.0, batch * LEAST_GPU_BLOCKS * BLOCK_SIZE / num_tokens),

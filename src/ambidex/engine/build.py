@@ -23,6 +23,7 @@ from ambidex.core.model_spec import ModelSpec
 from ambidex.core.placement import Placement
 from ambidex.core.policy import PolicyName, resolve_policy
 from ambidex.core.regions import Regions
+from ambidex.core.step import make_buckets
 from ambidex.core.units import format_size
 from ambidex.engine.core import EngineCore
 from ambidex.engine.engine import Engine
@@ -84,7 +85,7 @@ from ambidex.models.registry import build_model
 from ambidex.models.weights import load_weights, make_dummy_weights
 from ambidex.runner.decode import DecodeForm, FixedSteps
 from ambidex.runner.device import TORCH_DTYPES, activation_dtype, choose_device, choose_dtype, keeps_quantized
-from ambidex.runner.graphs import Capture, CudaCapture, DecodeSteps, make_buckets
+from ambidex.runner.graphs import Capture, CudaCapture, DecodeSteps
 from ambidex.runner.programs import ProgramSteps
 from ambidex.runner.runner import Forward, ModelRunner, call_model
 from ambidex.runner.sampler import Sampler

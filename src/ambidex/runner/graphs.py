@@ -379,11 +379,3 @@ class DecodeSteps:
         self._is_given_up = True
         self._replays.clear()
         logger.warning("CUDA graphs are given up, decode is slower: a step of %d rows failed: %s", num_rows, error)
-
-
-def make_buckets(max_running_requests: int) -> tuple[int, ...]:
-    """Sizes of decode steps, up to the first that holds all running requests, and to 256: beyond that a launch's cost
-    is small beside the step's."""
-    sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
-    largest = next((size for size in sizes if size >= max_running_requests), sizes[-1])
-    return tuple(size for size in sizes if size <= largest)
