@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ambidex.core.ids import Lane
 from ambidex.mlp.cuts import SiteShape
 from ambidex.mlp.host_lane import Answer, HostSide
 from ambidex.mlp.parts import Part, join
@@ -92,6 +93,7 @@ class WeightLanes:
         self.levels = (*levels, Level(most_tokens=sys.maxsize, cpu_share=0.0))
         self.begin_host = begin_host
         self._places: list[list[HostPlace]] = [[] for _ in self.levels]
+        self._laps: list[Lap | None] = [None] * len(self.levels)
         self._owner = owner
 
     def is_native(self, num_tokens: int) -> bool:
@@ -101,6 +103,19 @@ class WeightLanes:
     def level_of(self, num_tokens: int) -> int:
         """The index of the level of a step."""
         return next(index for index, level in enumerate(self.levels) if num_tokens <= level.most_tokens)
+
+    def set_lap(self, level: int, lap: Lap) -> None:
+        """Say what travels in a step."""
+        self._laps[level] = lap
+
+    def num_bytes(self, num_tokens: int) -> dict[Lane, int]:
+        """Bytes of weights in DRAM that the CPU multiplies, and that cross the link, in a step of so many tokens."""
+        lap = self._laps[self.level_of(num_tokens)]
+        parts = [part for place in self.places(num_tokens) for part in place.side.parts]
+        return {
+            Lane.CPU: sum(part.num_bytes for part in parts),
+            Lane.STREAM: sum(chunk.nbytes for chunk in lap.chunks) if lap is not None else 0,
+        }
 
     def add_place(self, level: int, place: HostPlace) -> None:
         """Add a place where the CPU has a part, behind those that come before it in a step."""

@@ -211,6 +211,7 @@ class DividedWeights:
         num_on_cpu = _share_out([len(parts) for parts in sides], cpu_share)
         travelling = [host[num:] for num, (_, host) in zip(num_on_cpu, self._host_rows(), strict=True)]
         lap = Lap(lanes.ring, [rows.memory for host in travelling for rows in host])
+        lanes.set_lap(level, lap)
         made: list[HostParts] = []
         first = 0
         for plan, parts, num, host in zip(self._plans, sides, num_on_cpu, travelling, strict=True):

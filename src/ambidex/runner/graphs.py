@@ -242,6 +242,11 @@ class DecodeSteps:
         return True
 
     @property
+    def weight_lanes(self) -> WeightLanes | None:
+        """The lanes of divided weights; None: all lie on the accelerator."""
+        return self._weights
+
+    @property
     def dram_threads(self) -> ThreadPool | None:
         """Who attends over keys in DRAM; None if no such step has a fixed form."""
         return self._dram.native.threads if self._dram is not None else None
