@@ -287,7 +287,11 @@ class _Program:
         slack: Row = {}
         if is_relaxed:
             slack = {self._add(f"slack.{name}"): -1.0 for name in ("gpu", "dram")}
-        self._row(self._gpu | {name: value for name, value in slack.items() if "gpu" in name}, high=room / GIB)
+        more = {name: value for name, value in slack.items() if "gpu" in name}
+        self._row(self._gpu | more, high=room / GIB)
+        if problem.least_kv_bytes:
+            weights = {name: value for name, value in self._gpu.items() if name != "kv.gpu"}
+            self._row(weights | more, high=(room - problem.least_kv_bytes) / GIB)
         if problem.dram_bytes is not None:
             more = {name: value for name, value in slack.items() if "dram" in name}
             self._row(self._dram | more, high=(problem.dram_bytes - MARGIN_BYTES) / GIB)
