@@ -10,7 +10,7 @@ from ambidex.core.kv_spec import KVOrder, KVSpec, StreamBuffers
 from ambidex.core.model_spec import Activation, ModelSpec
 from ambidex.core.units import GIB, MIB
 from ambidex.cost.workspace import BYTES_PER_GRAPH, graph_bytes
-from ambidex.engine.memory import FreeMemory, MemoryPlan, plan_memory
+from ambidex.engine.memory import FreeMemory, MemoryPlan, WeightBytes, fixed_bytes, plan_memory
 
 SPEC = ModelSpec(
     architecture="llama", num_layers=2, hidden_size=64, intermediate_size=128, num_q_heads=4, num_kv_heads=2,
@@ -27,11 +27,9 @@ def plan(gpu_memory: int, buckets: tuple[int, ...], *, stream: StreamBuffers | N
         config,
         SPEC,
         {Tier.GPU: spec, Tier.DRAM: spec},
-        activations=DType.BF16,
         free=FREE,
-        weights_bytes=MIB,
-        graph_buckets=buckets,
-        stream=stream,
+        weights=WeightBytes(on_gpu=MIB),
+        fixed=fixed_bytes(config, SPEC, activations=DType.BF16, graph_buckets=buckets, stream=stream),
     )
 
 

@@ -6,10 +6,9 @@
 The same buffers serve every layer: the accelerator sends the next queries only after it has read the last answer.
 """
 
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from ambidex.core.errors import LaneError
 from ambidex.core.model_spec import ModelSpec
 from ambidex.kernels.cpu.native import WORD_STRIDE, AttentionScript, KeyBatch
 from ambidex.kernels.cuda.pinned_view import view_on_gpu
+from ambidex.storage.lane_thread import beside
 from ambidex.storage.tiled_pool import TiledKVPool
 from ambidex.storage.words import WAIT_LIMIT_S, HostWords, StreamWords, Words
 
@@ -54,13 +54,18 @@ class Handover:
         """Layers of the last step in which the CPU lane's answer came after the accelerator's own part had ended."""
         self._launched = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # torch has no types here
         self._script = AttentionScript(pool.native, *self._flags)
-        for layer_idx in range(spec.num_layers):
+        self._layers = [
+            AttentionScript(pool.native, *self._flags[:, layer_idx : layer_idx + 1])
+            for layer_idx in range(spec.num_layers)
+        ]
+        for layer_idx, script in enumerate(self._layers):
             k, v = pool.layer(layer_idx)
             k_scales, v_scales = pool.scales(layer_idx)
-            self._script.add_layer(
-                self._q, k, v, scale=spec.head_dim**-0.5, k_scales=k_scales, v_scales=v_scales, out=self._out,
-                lse=self._lse,
-            )  # fmt: skip
+            for target in (self._script, script):
+                target.add_layer(
+                    self._q, k, v, scale=spec.head_dim**-0.5, k_scales=k_scales, v_scales=v_scales, out=self._out,
+                    lse=self._lse,
+                )  # fmt: skip
 
     def send(self, layer_idx: int, q: Tensor) -> None:
         """Launch: bring rotated queries [B, Hq, D] to the CPU lane."""
@@ -115,36 +120,32 @@ class Handover:
                 f"the accelerator sent no queries of layer {num_answered} to the CPU lane within {WAIT_LIMIT_S:.0f} s"
             )
 
+    def answer_layer(self, layer_idx: int, batch: KeyBatch) -> None:
+        """Do the CPU lane's part of one layer: between them the caller does other things. `num_last` stays as it was.
+
+        Raises:
+            LaneError: the queries did not come in time.
+        """
+        num_answered, _ = self._layers[layer_idx].run([batch], limit_s=WAIT_LIMIT_S)
+        if num_answered < 1:
+            raise LaneError(
+                f"the accelerator sent no queries of layer {layer_idx} to the CPU lane within {WAIT_LIMIT_S:.0f} s"
+            )
+
+    def release(self) -> None:
+        """End all waits: what was not launched will never ask, and what is not answered gives something worthless."""
+        self._host_flags[:2, :, 0] = 1
+
     def answer_alone(self, batches: Sequence[KeyBatch]) -> None:
         """Do the CPU lane's part with the queries that are there; nothing else may be under way."""
         self.reset()
         self._host_flags[0, :, 0] = 1
         self.answer(batches)
 
-    @contextmanager
-    def answering(self, batches: Sequence[KeyBatch]) -> Iterator[None]:
+    def answering(self, batches: Sequence[KeyBatch]) -> AbstractContextManager[None]:
         """Do the CPU lane's part in a thread of its own while the caller launches the step.
 
         Raises:
             LaneError: see `answer`.
         """
-        failures: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                self.answer(batches)
-            except BaseException as error:  # handed to the caller, below
-                failures.append(error)
-
-        thread = threading.Thread(target=work, name="ambidex-cpu-lane")
-        thread.start()
-        try:
-            yield
-        except BaseException:
-            self._host_flags[0, :, 0] = 1  # what was not launched will never ask: the CPU lane need not wait for it
-            raise
-        finally:
-            self.mark_launched()
-            thread.join()
-        if failures:
-            raise failures[0]
+        return beside(lambda: self.answer(batches), release=self.release, mark_launched=self.mark_launched)

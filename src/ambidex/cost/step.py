@@ -105,7 +105,7 @@ def predict_step(units: StepUnits, placement: Placement, kv: KVShares) -> StepPr
             units.head_handover_s,
         )
     )  # fmt: skip
-    fixed = units.fixed_s + (units.launch_s if any(split.on_cpu for split in placement.splits()) else 0.0)
+    fixed = units.fixed_s
     path = fixed + sum(phase.path_s for phase in phases)
     idle = fixed + sum(phase.handover_s if phase.cpu_s > 0 else phase.gpu_s for phase in phases)
     weights_read, weights_streamed = _weights_bytes(units, placement)

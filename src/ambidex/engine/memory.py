@@ -32,6 +32,29 @@ class FreeMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightBytes:
+    """What weights take: on the accelerator, in DRAM, and on the accelerator for those on their way from there."""
+
+    on_gpu: int
+    in_dram: int = 0
+    ring: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedBytes:
+    """What the accelerator's budget pays before weights and KV."""
+
+    workspace: int
+    graphs: int
+    streamed: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.workspace + self.graphs + self.streamed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Blocks of each tier, the context limit that they allow, and the ledger that holds every byte of it."""
 
@@ -47,72 +70,99 @@ def step_stream_bytes(config: EngineConfig, free: FreeMemory) -> int:
     return int(budget * STEP_STREAM_SHARE)
 
 
+def fixed_bytes(
+    config: EngineConfig,
+    spec: ModelSpec,
+    *,
+    activations: DType,
+    graph_buckets: Sequence[int] = (),
+    stream: StreamBuffers | None = None,
+) -> FixedBytes:
+    """What the accelerator's budget pays before weights and KV.
+
+    Args:
+        activations: the format that is computed in.
+        graph_buckets: rows of the decode steps that are captured as graphs; empty: none are.
+        stream: buffers of the stream lane; None: there is none.
+    """
+    workspace = workspace_bytes(
+        spec,
+        max_tokens=config.max_tokens_per_step,
+        max_rows=min(config.max_running_requests, config.max_tokens_per_step),
+        max_context_len=_wanted_context_len(config, spec),
+        num_bytes=activations.num_bytes,
+    )
+    return FixedBytes(
+        workspace=workspace,
+        graphs=graph_bytes(spec, graph_buckets, num_bytes=activations.num_bytes),
+        streamed=stream.num_bytes if stream is not None else 0,
+    )
+
+
+def find_gpu_budget(config: EngineConfig, free: FreeMemory) -> int:
+    """Bytes of the accelerator's budget, if nothing needs more of it."""
+    share = DEFAULT_SHARE_OF_FREE_DRAM if free.is_shared else DEFAULT_SHARE_OF_FREE_GPU
+    return config.gpu_memory if config.gpu_memory is not None else int(free.accelerator * share)
+
+
 def plan_memory(
     config: EngineConfig,
     spec: ModelSpec,
     kv: Mapping[Tier, KVSpec],
     *,
-    activations: DType,
     free: FreeMemory,
-    weights_bytes: int,
-    graph_buckets: Sequence[int] = (),
-    stream: StreamBuffers | None = None,
+    weights: WeightBytes,
+    fixed: FixedBytes,
 ) -> MemoryPlan:
     """Divide the budgets.
 
     Args:
         kv: the KV cache as each tier keeps it, in blocks of one size.
-        activations: the format that is computed in.
-        weights_bytes: all parameters.
-        graph_buckets: rows of the decode steps that are captured as graphs; empty: none are.
-        stream: buffers of the stream lane; None: there is none.
     Raises:
         ConfigError: a budget is too small for the model; says what is needed.
     """
-    wanted_len = _wanted_context_len(config, spec)
-    workspace = workspace_bytes(
-        spec,
-        max_tokens=config.max_tokens_per_step,
-        max_rows=min(config.max_running_requests, config.max_tokens_per_step),
-        max_context_len=wanted_len,
-        num_bytes=activations.num_bytes,
-    )
-    graphs = graph_bytes(spec, graph_buckets, num_bytes=activations.num_bytes)
-    streamed = stream.num_bytes if stream is not None else 0
-    fixed = weights_bytes + workspace + graphs + streamed
-    gpu_budget, dram_budget = _budgets(config, free, fixed)
-    context_blocks = kv[Tier.GPU].num_blocks(wanted_len)
+    taken = weights.on_gpu + weights.ring + fixed.total
+    gpu_budget, dram_budget = _budgets(config, free, taken, weights.in_dram)
+    context_blocks = kv[Tier.GPU].num_blocks(_wanted_context_len(config, spec))
     most_blocks = context_blocks * config.max_running_requests
     default_blocks = context_blocks * min(config.max_running_requests, DEFAULT_CONTEXTS)
     gpu_block_bytes, dram_block_bytes = kv[Tier.GPU].bytes_per_block, kv[Tier.DRAM].bytes_per_block
     gpu_blocks = _gpu_blocks(
-        config, kv[Tier.GPU], gpu_budget - fixed, default_blocks if config.gpu_memory is None else most_blocks
+        config, kv[Tier.GPU], gpu_budget - taken, default_blocks if config.gpu_memory is None else most_blocks
     )
-    if gpu_blocks < 0 or gpu_budget < fixed:
+    if gpu_blocks < 0 or gpu_budget < taken:
+        ring = f", weights on their way {format_size(weights.ring)}" if weights.ring else ""
         raise ConfigError(
-            f"`gpu_memory` {format_size(gpu_budget)} is too small: weights take {format_size(weights_bytes)}, "
-            f"workspace {format_size(workspace)}, stream buffers {format_size(streamed)}, CUDA graphs "
-            f"{format_size(graphs)}: give at least {format_size(fixed + gpu_block_bytes)}, or a smaller "
-            f"`max_tokens_per_step`, `max_running_requests` or `max_context_len`"
+            f"`gpu_memory` {format_size(gpu_budget)} is too small: weights take {format_size(weights.on_gpu)}{ring}, "
+            f"workspace {format_size(fixed.workspace)}, stream buffers {format_size(fixed.streamed)}, CUDA graphs "
+            f"{format_size(fixed.graphs)}: give at least {format_size(taken + gpu_block_bytes)}, or a smaller "
+            f"`weights_gpu_memory`, `max_tokens_per_step`, `max_running_requests` or `max_context_len`"
+        )
+    dram_left = dram_budget - weights.in_dram
+    if dram_left < 0:
+        raise ConfigError(
+            f"`dram_memory` {format_size(dram_budget)} is too small: weights take {format_size(weights.in_dram)}: "
+            f"give at least that and what KV needs, or a larger `gpu_memory` or `weights_gpu_memory`"
         )
     dram_blocks = max(
-        0, min(dram_budget // dram_block_bytes, default_blocks if config.dram_memory is None else most_blocks)
+        0, min(dram_left // dram_block_bytes, default_blocks if config.dram_memory is None else most_blocks)
     )
     num_blocks = {Tier.GPU: gpu_blocks, Tier.DRAM: dram_blocks}
     max_len, reason = _context_len(config, spec, kv[Tier.DRAM], num_blocks)
     ledger = MemoryLedger(
         {
-            Tier.GPU: max(gpu_budget, fixed + gpu_blocks * gpu_block_bytes),
-            Tier.DRAM: max(dram_budget, dram_blocks * dram_block_bytes),
+            Tier.GPU: max(gpu_budget, taken + gpu_blocks * gpu_block_bytes),
+            Tier.DRAM: max(dram_budget, weights.in_dram + dram_blocks * dram_block_bytes),
         }
     )
-    ledger.take(Tier.GPU, "weights", weights_bytes)
-    ledger.take(Tier.GPU, "workspace", workspace)
-    if graphs:
-        ledger.take(Tier.GPU, "graphs", graphs)
-    if streamed:
-        ledger.take(Tier.GPU, "stream", streamed)
+    ledger.take(Tier.GPU, "weights", weights.on_gpu)
+    ledger.take(Tier.GPU, "workspace", fixed.workspace)
+    for owner, num_bytes in (("weight ring", weights.ring), ("graphs", fixed.graphs), ("stream", fixed.streamed)):
+        if num_bytes:
+            ledger.take(Tier.GPU, owner, num_bytes)
     ledger.take(Tier.GPU, "kv", gpu_blocks * gpu_block_bytes)
+    if weights.in_dram:
+        ledger.take(Tier.DRAM, "weights", weights.in_dram)
     ledger.take(Tier.DRAM, "kv", dram_blocks * dram_block_bytes)
     return MemoryPlan(num_blocks=num_blocks, max_context_len=max_len, max_context_reason=reason, ledger=ledger)
 
@@ -126,13 +176,14 @@ def _wanted_context_len(config: EngineConfig, spec: ModelSpec) -> int:
     return config.max_context_len or spec.max_context_len
 
 
-def _budgets(config: EngineConfig, free: FreeMemory, fixed: int) -> tuple[int, int]:
+def _budgets(config: EngineConfig, free: FreeMemory, fixed: int, weights_in_dram: int) -> tuple[int, int]:
     """Bytes of the accelerator tier and of the DRAM tier."""
-    share = DEFAULT_SHARE_OF_FREE_DRAM if free.is_shared else DEFAULT_SHARE_OF_FREE_GPU
-    gpu = config.gpu_memory if config.gpu_memory is not None else int(free.accelerator * share)
+    gpu = find_gpu_budget(config, free)
     if free.is_shared and config.gpu_memory is None:
         gpu = max(gpu, min(fixed, free.accelerator))
-    dram = config.dram_memory if config.dram_memory is not None else int(free.dram * DEFAULT_SHARE_OF_FREE_DRAM)
+    dram = config.dram_memory
+    if dram is None:
+        dram = weights_in_dram + int(max(0, free.dram - weights_in_dram) * DEFAULT_SHARE_OF_FREE_DRAM)
     for name, size, limit in (("`gpu_memory`", gpu, free.accelerator), ("`dram_memory`", dram, free.dram)):
         if size > limit:
             raise ConfigError(f"{name} is {format_size(size)}: {format_size(limit)} are free on this machine")

@@ -13,6 +13,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -29,8 +30,12 @@ from ambidex.core.model_spec import ModelSpec
 from ambidex.core.step import ScheduledRequest
 from ambidex.kernels import api
 from ambidex.kernels.cpu.native import KeyBatch, ThreadPool
+from ambidex.kernels.cpu.recorded import Arena
+from ambidex.mlp.handover import WeightHandover
+from ambidex.mlp.split_site import WeightLanes
 from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.runner.decode import DecodeOutput, LaunchedDecode
+from ambidex.runner.host_answers import HostAnswers
 from ambidex.runner.input_batch import InputBatch
 from ambidex.storage.kv_pool import KVPool
 from ambidex.storage.step_stream import StepStream
@@ -101,6 +106,7 @@ class DecodeSteps:
         stream_blocks: blocks of a layer that it may hold at once.
         follows_lanes: that share changes from step to step so that the lanes end together.
         capture: how a step is captured, `CudaCapture()` or a test's; None: each step is launched anew.
+        weights: the lanes of divided weights; None: all lie on the accelerator.
     """
 
     def __init__(
@@ -116,6 +122,7 @@ class DecodeSteps:
         stream_blocks: int,
         follows_lanes: bool,
         capture: Capture | None,
+        weights: WeightLanes | None = None,
     ) -> None:
         self._model = model
         self._spec = spec
@@ -124,6 +131,9 @@ class DecodeSteps:
         self._pools = dict(pools)
         self._dram = dram if isinstance(dram, TiledKVPool) and dram.num_blocks else None
         self._handovers: dict[int, Handover] = {}
+        self._weights = weights
+        self._weight_handovers: dict[int, WeightHandover] = {}
+        self._arena = Arena() if weights is not None else None
         self._balance = LaneBalance(stream_share) if follows_lanes and stream_share > 0 else None
         self._stream = None
         if self._dram is not None and stream_share > 0 and stream_blocks > 0:
@@ -187,10 +197,11 @@ class DecodeSteps:
         if self._is_given_up or num_rows is None:
             return None
         replay = self._replays.get((num_rows, False))
-        if replay is None or not self._batch.try_prepare(requests, num_rows, self._launched_rows):
+        if replay is None or (self._weights is not None and self._weights.places(num_rows)):
             return None
-        if self._batch.key_batches is not None:
+        if not self._batch.try_prepare(requests, num_rows, self._launched_rows) or self._batch.key_batches is not None:
             return None
+        self._settle_weights()
         replay()
         self._launched_rows = {request.request_id: row for row, request in enumerate(requests)}
         return self._copies[next(self._turns)].begin(self._chosen[: len(requests)], self._lane_bytes())
@@ -203,30 +214,30 @@ class DecodeSteps:
         """
         batches = self._layer_batches()
         try:
-            handover = None if batches is None else self._handover(num_rows)
+            host = self._host_answers(num_rows, batches)
         except RuntimeError as error:  # torch's: no pinned memory for its buffers
             self._give_up(num_rows, error)
             return None
-        key = (num_rows, handover is not None)
-        replay = self._replays.get(key)
+        self._settle_weights()
+        replay = self._replays.get((num_rows, batches is not None))
         if replay is None:
             if self._capture is None:
-                self._launch(num_rows, handover, batches)
+                self._launch(num_rows, host, batches)
                 return False
-            return False if self._try_capture(self._capture, num_rows, handover, batches) else None
-        if handover is None or batches is None:
+            return False if self._try_capture(self._capture, num_rows, host, batches) else None
+        if host is None:
             replay()
-        else:
-            handover.reset()
-            if self._stream is not None:
-                self._stream.start(self._batch.stream_runs)
-            replay()
-            handover.mark_launched()
-            handover.answer(batches)
-            if self._stream is not None:
-                self._stream.finish()
-            if self._balance is not None:
-                self._batch.stream_share = self._balance.update(handover.num_last / self._spec.num_layers)
+            return True
+        host.reset()
+        if self._stream is not None and batches is not None:
+            self._stream.start(self._batch.stream_runs)
+        replay()
+        host.mark_launched()
+        host.answer(batches)
+        if self._stream is not None and batches is not None:
+            self._stream.finish()
+        if self._balance is not None and host.keys is not None and host.weights is None:
+            self._batch.stream_share = self._balance.update(host.keys.num_last / self._spec.num_layers)
         return True
 
     @property
@@ -244,18 +255,24 @@ class DecodeSteps:
     def _bucket(self, num_requests: int) -> int | None:
         return next((size for size in self._buckets if size >= num_requests), None)
 
-    def _launch(self, num_rows: int, handover: Handover | None, batches: Sequence[KeyBatch] | None) -> None:
+    def _launch(self, num_rows: int, host: HostAnswers | None, batches: Sequence[KeyBatch] | None) -> None:
         """Run a step without a graph."""
-        if handover is None or batches is None:
+        if host is None:
             self._compute(num_rows, None)
             return
-        handover.reset()
-        if self._stream is None:
-            with handover.answering(batches):
-                self._compute(num_rows, handover)
-            return
-        with handover.answering(batches), self._stream.inline(self._batch.stream_runs):
-            self._compute(num_rows, handover)
+        host.reset()
+        streams = self._stream is not None and batches is not None
+        with host.answering(batches), self._inline_stream() if streams else nullcontext():
+            self._compute(num_rows, host)
+
+    def _inline_stream(self) -> AbstractContextManager[None]:
+        assert self._stream is not None, "there is a stream lane"
+        return self._stream.inline(self._batch.stream_runs)
+
+    def _settle_weights(self) -> None:
+        """Order what follows behind copies that steps of other forms have left under way."""
+        if self._weights is not None:
+            self._weights.ring.settle()
 
     def _layer_batches(self) -> list[KeyBatch] | None:
         """The CPU lane's keys of each layer; None if it has nothing to do."""
@@ -271,6 +288,30 @@ class DecodeSteps:
             )
         return self._handovers[num_rows]
 
+    def _host_answers(self, num_rows: int, batches: Sequence[KeyBatch] | None) -> HostAnswers | None:
+        """What the CPU does in a step; None: nothing."""
+        weights = self._weight_handover(num_rows)
+        if batches is None and weights is None:
+            return None
+        keys = None if batches is None else self._handover(num_rows)
+        places = self._weights.places(num_rows) if self._weights is not None else ()
+        return HostAnswers(keys, weights, places, self._spec.num_layers)
+
+    def _weight_handover(self, num_rows: int) -> WeightHandover | None:
+        if self._weights is None or not self._weights.places(num_rows):
+            return None
+        if num_rows not in self._weight_handovers:
+            is_recorded = self._weights.is_native(num_rows)
+            pool = self._pools[Tier.GPU]
+            self._weight_handovers[num_rows] = WeightHandover(
+                [place.side for place in self._weights.places(num_rows)],
+                num_rows,
+                dtype=self._weights.dtype,
+                device=pool.device,
+                arena=self._arena if is_recorded else None,
+            )
+        return self._weight_handovers[num_rows]
+
     def _lane_bytes(self) -> dict[Lane, int]:
         """Bytes of K and V that each lane read in the step."""
         near, dram = (self._pools[tier].spec.bytes_per_token_layer for tier in (Tier.GPU, Tier.DRAM))
@@ -281,7 +322,7 @@ class DecodeSteps:
             Lane.STREAM: dram * self._batch.num_streamed * self._spec.num_layers,
         }
 
-    def _compute(self, num_rows: int, handover: Handover | None) -> None:
+    def _compute(self, num_rows: int, host: HostAnswers | None) -> None:
         """All that a graph holds: from the inputs on the device to logits and chosen tokens there."""
         rows = self._inputs.device(num_rows)
         rows.extend_table()
@@ -293,26 +334,33 @@ class DecodeSteps:
         )
         paged = PagedAttention(self._spec, self._pools[Tier.GPU], rows)
         attention: AttentionOp = paged
-        if handover is not None:
+        if host is not None and host.keys is not None:
             streamed = StreamedAttention(self._spec, self._stream, rows) if self._stream is not None else None
-            attention = HybridAttention(paged, handover, streamed)
-        hidden = self._forward(self._model, batch, attention)
+            attention = HybridAttention(paged, host.keys, streamed)
         logits = self._logits[:num_rows]
-        logits.copy_(self._model.logits(hidden))
+        with self._handing_over(host):
+            hidden = self._forward(self._model, batch, attention)
+            logits.copy_(self._model.logits(hidden))
+        self._settle_weights()
         chosen = api.likeliest(logits)
         self._chosen[:num_rows].copy_(chosen)
         self._tokens.write(chosen)
 
+    def _handing_over(self, host: HostAnswers | None) -> AbstractContextManager[None]:
+        if self._weights is None or host is None or host.weights is None:
+            return nullcontext()
+        return self._weights.handing_over(host.weights.begin)
+
     def _try_capture(
-        self, capture: Capture, num_rows: int, handover: Handover | None, batches: Sequence[KeyBatch] | None
+        self, capture: Capture, num_rows: int, host: HostAnswers | None, batches: Sequence[KeyBatch] | None
     ) -> bool:
         """Compute the step, then capture it; False if graphs had to be given up (the step may or may not have run).
 
         NOTE: computing a step twice is harmless: it stores the same rows in the same slots.
         """
         try:
-            self._launch(num_rows, handover, batches)
-            self._replays[num_rows, handover is not None] = capture(lambda: self._compute(num_rows, handover))
+            self._launch(num_rows, host, batches)
+            self._replays[num_rows, batches is not None] = capture(lambda: self._compute(num_rows, host))
         except LaneError:
             raise
         except Exception as error:  # of torch, the driver, or Triton's compiler: the ordinary path is always there

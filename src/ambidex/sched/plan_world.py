@@ -67,7 +67,8 @@ class PlanWorld:
             size * (after.on_gpu - before.on_gpu)
             for size, before, after in zip([*sizes, units.head_bytes], old.splits(), new.splits(), strict=True)
         ]
-        return sum(max(0.0, change) for change in changes), sum(max(0.0, -change) for change in changes)
+        to_gpu, from_gpu = (sum(max(0.0, sign * change) for change in changes) for sign in (1, -1))
+        return (float(round(to_gpu)), float(round(from_gpu)))
 
     def _make_problem(self, batch: int, context: int, coefficients: Coefficients) -> PlacementProblem:
         workload = replace(self._request.workload, batch=batch, context=context)

@@ -37,6 +37,8 @@ REFUSED_STEPS: Final = 200
 """For which a placement that was taken back is not tried in its bucket, unless coefficients have changed by
 `RELEARNT`."""
 RELEARNT: Final = 0.25
+NEAR: Final = 0.05
+"""Difference of shares within which a placement counts as one that was taken back."""
 SURPRISE: Final = 0.2
 """Error of a lane's seconds that is no noise. Once, it is ignored: a hiccup of the machine. Twice in a row and the same
 way, the machine has changed, and is followed at `FAST_RATE`."""
@@ -138,6 +140,8 @@ class TunerState:
     bucket: Bucket = (0, 0)
     steps_in_bucket: int = 0
     mean_s: float = 0.0
+    """Running mean of steps of this bucket with the placement of the last step."""
+    last: Where | None = None
     surprises: tuple[tuple[str, int], ...] = ()
     """Lanes that the last step surprised, and which way."""
     solved_at: int = -EVERY_STEPS
@@ -145,6 +149,14 @@ class TunerState:
     watch: _Watch | None = None
     refused: tuple[_Refusal, ...] = ()
     log: tuple[Decision, ...] = field(default=())
+
+
+def is_near(one: Where, other: Where) -> bool:
+    """Whether two placements are the same but for a few percent of each part."""
+    pairs = zip(one.placement.splits(), other.placement.splits(), strict=True)
+    shares = [(a.on_gpu - b.on_gpu, a.on_cpu - b.on_cpu) for a, b in pairs]
+    shares.append((one.kv.on_gpu - other.kv.on_gpu, one.kv.on_cpu - other.kv.on_cpu))
+    return max(abs(difference) for pair in shares for difference in pair) <= NEAR
 
 
 def bucket_of(batch: int, context: int) -> Bucket:
@@ -182,7 +194,8 @@ def _learn(state: TunerState, step: TracedStep, world: World) -> TunerState:
     before = dict(state.surprises)
     rates = {lane: FAST_RATE if before.get(lane) == way else 0.0 for lane, way in surprises.items()}
     coefficients = correct(state.coefficients, terms, step.lanes, rates=rates)
-    mean = step.seconds if not is_same else state.mean_s + MEAN_WEIGHT * (step.seconds - state.mean_s)
+    is_comparable = is_same and step.where == state.last and not step.is_moving
+    mean = state.mean_s + MEAN_WEIGHT * (step.seconds - state.mean_s) if is_comparable else step.seconds
     return replace(
         state,
         coefficients=coefficients,
@@ -190,6 +203,7 @@ def _learn(state: TunerState, step: TracedStep, world: World) -> TunerState:
         bucket=bucket,
         steps_in_bucket=state.steps_in_bucket + 1 if is_same else 1,
         mean_s=mean,
+        last=step.where,
         surprises=tuple(surprises.items()),
         solved_with=state.solved_with if is_same else None,
         watch=state.watch if is_same else None,  # another workload cannot judge a move
@@ -234,7 +248,7 @@ def _judge(state: TunerState, step: TracedStep, world: World) -> tuple[TunerStat
 def _decide(state: TunerState, current: Where, world: World) -> tuple[TunerState, Decision | None]:
     found = world.solve(state.bucket, state.coefficients)
     state = replace(state, solved_at=state.step_idx, solved_with=state.coefficients)
-    is_refused = any(refusal.bucket == state.bucket and refusal.where == found for refusal in state.refused)
+    is_refused = any(refusal.bucket == state.bucket and is_near(refusal.where, found) for refusal in state.refused)
     if found == state.target or is_refused:
         return state, None
     now_s = world.predict_s(state.bucket, state.coefficients, current)
