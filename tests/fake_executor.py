@@ -8,6 +8,7 @@ allows it: targets of moves hold garbage until the step's end, and for ever if t
 import hashlib
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 
 from ambidex.core.ids import MoveId, RequestId
 from ambidex.core.request import FinishReason, SamplingParams
@@ -63,6 +64,7 @@ class FakeExecutor:
         self._moves: dict[MoveId, BlockMove] = {}
         self.known: set[RequestId] = set()
         self.num_moves = 0
+        self._last: StepResult = StepResult()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens; asserts what a plan promises."""
@@ -81,13 +83,14 @@ class FakeExecutor:
             elif chunk.is_sampled:
                 tokens[chunk.request_id] = SampledToken(token_id=token)
         finished, failed = self._end_moves()
-        return StepResult(
+        self._last = StepResult(
             tokens=tokens,
             failures=failures,
             out_of_memory=out_of_memory,
             finished_moves=tuple(finished),
             failed_moves=tuple(failed),
         )
+        return self._last
 
     def _meet(self, plan: StepPlan) -> None:
         assert self.known >= set(plan.finished_requests), "a request ends that was never announced"
@@ -120,6 +123,9 @@ class FakeExecutor:
         assert not sources & set(written), "a block is written while it moves"
 
     def _compute(self, chunk: ScheduledRequest) -> int:
+        if chunk.is_pending:
+            last = self._last.tokens.get(chunk.request_id)  # None: it failed, and this is computed in vain
+            chunk = replace(chunk, token_ids=(last.token_id if last is not None else 0,))
         end = chunk.start + len(chunk.token_ids)
         assert chunk.token_ids, "a request is scheduled for nothing"
         assert len(chunk.blocks) == -(-end // self._block_size), "the blocks do not cover the tokens"

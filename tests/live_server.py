@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from inspect import iscoroutinefunction
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,9 +18,13 @@ from ambidex.runner.runner import Forward, call_model
 from ambidex.server.app import ServerApp
 from ambidex.server.config import ServerConfig
 from ambidex.server.main import DrainingServer, bind, url_of
-from ambidex.server.service import EngineService, MakeEngine
+from ambidex.server.service import EngineService, MakeEngine, Progress
+from ambidex.server.worker.client import WorkerEngine
 
+MakeLLM = Callable[[Progress], AsyncLLM]
 WAIT_S = 30.0
+START_S = 90.0
+"""For a process to import torch and load, on a machine that does other things too."""
 SMALL_POOL: dict[str, Any] = {
     "block_size": 4, "kv_gpu_tokens": 128, "num_sink_tokens": 4, "recent_window": 16, "prefix_cache_percent": 100
 }  # fmt: skip
@@ -34,19 +39,28 @@ class LiveServer:
         settings: fields of `ServerConfig`.
     """
 
-    def __init__(self, make: MakeEngine, *, api_keys: tuple[str, ...] = (), is_awaited: bool = True, **settings: Any):
+    def __init__(
+        self, make: MakeEngine | MakeLLM, *, api_keys: tuple[str, ...] = (), is_awaited: bool = True, **settings: Any
+    ):
         config = ServerConfig(port=0, **settings)
         self._is_awaited = is_awaited
         self._listener = bind(config)
         self._is_awaited = is_awaited
         self.url = url_of(self._listener)
-        self.service = EngineService(make, stall_s=config.stall_s)
+        self.service = EngineService(make if iscoroutinefunction(make) else in_thread(make), stall_s=config.stall_s)
         self.app = ServerApp(
             self.service, config, names=("tiny",), api_keys=api_keys, on_failed=lambda: self.server.stop()
         )
         self.server = DrainingServer(self.app, drain_s=config.drain_s)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.http = httpx.Client(base_url=self.url, timeout=WAIT_S)
+
+    @property
+    def worker(self) -> WorkerEngine:
+        """The engine, if it is in a process of its own."""
+        engine = self.service.engine()
+        assert isinstance(engine, WorkerEngine), "the test has built another one"
+        return engine
 
     @property
     def openai(self) -> OpenAI:
@@ -56,7 +70,7 @@ class LiveServer:
     def __enter__(self) -> "LiveServer":
         self._thread.start()
         if self._is_awaited:
-            wait_until(lambda: self.http.get("/ready").status_code == 200)
+            wait_until(lambda: self.http.get("/ready").status_code == 200, timeout_s=START_S)
         return self
 
     def __exit__(
@@ -92,7 +106,16 @@ class LiveServer:
         asyncio.run(self.server.serve(sockets=[self._listener]))
 
 
-def maker(folder: Path, *, forward: Forward = call_model, **settings: Any) -> MakeEngine:
+def in_thread(make: MakeLLM) -> MakeEngine:
+    """The engine in a thread of the server's own process: what a test hands in can reach it."""
+
+    async def make_there(progress: Progress) -> AsyncLLM:
+        return await asyncio.to_thread(make, progress)
+
+    return make_there
+
+
+def maker(folder: Path, *, forward: Forward = call_model, **settings: Any) -> MakeLLM:
     """Builds the tiny engine; the model is called by `forward`, in every step where that is a test's own."""
     if forward is not call_model:
         settings = {"graphs": "off", **settings}  # a recorded step calls no model
@@ -101,6 +124,16 @@ def maker(folder: Path, *, forward: Forward = call_model, **settings: Any) -> Ma
         return AsyncLLM(build_engine(EngineConfig(model=str(folder), **settings), forward=forward))
 
     return make
+
+
+def in_worker(folder: Path, *, silence_s: float = 60.0, **settings: Any) -> MakeEngine:
+    """The tiny engine in a process of its own, as `serve` has it."""
+
+    async def start(progress: Progress) -> WorkerEngine:
+        config = EngineConfig(model=str(folder), num_threads=1, **settings)
+        return await WorkerEngine.start(config, progress=progress, silence_s=silence_s)
+
+    return start
 
 
 def wait_until(is_true: Callable[[], bool], *, timeout_s: float = WAIT_S) -> None:

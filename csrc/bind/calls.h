@@ -63,6 +63,8 @@ inline AttendCall make_call(const ConstBytes<3>& q, std::string_view q_number, c
 }
 
 inline void check_batch(const AttendCall& call, const KeyBatch& batch) {
+  AMBIDEX_CHECK(call.slopes == nullptr || batch.has_positions() || call.num_rows == 0,
+                "slopes: the batch has no positions");
   AMBIDEX_CHECK(batch.num_rows() == call.num_rows, "q: expected ", batch.num_rows(),
                 " for the rows of the batch (axis 0), got ", call.num_rows);
   AMBIDEX_CHECK(batch.block_size() == call.tiles.block_size, "batch: made for blocks of ", batch.block_size(),

@@ -4,6 +4,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,16 @@ from ambidex import EngineConfig, SamplingParams
 from ambidex.attention.hybrid import HybridAttention
 from ambidex.attention.paged import PagedAttention
 from ambidex.core.config import DeviceKind, DTypeChoice
-from ambidex.core.ids import Lane
-from ambidex.core.step import ScheduledRequest
+from ambidex.core.ids import Lane, RequestId
+from ambidex.core.step import ScheduledRequest, StepPlan, make_buckets
 from ambidex.engine.build import build_engine
 from ambidex.engine.engine import Engine
+from ambidex.engine.outputs import RequestOutput
 from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.runner.decode import DecodeForm, DecodeOutput
-from ambidex.runner.graphs import DecodeSteps, make_buckets
+from ambidex.runner.graphs import ChosenCopy, CudaCapture, DecodeSteps
 from ambidex.runner.input_batch import InputBatch
-from ambidex.runner.runner import call_model
+from ambidex.runner.runner import LaunchedPlan, ModelRunner, call_model
 from tiny_engine import make_engine_folder
 from tiny_models import VARIANTS, VOCAB_SIZE
 
@@ -72,6 +74,14 @@ def run(engine: Engine, params: Sequence[SamplingParams]) -> list[tuple[int, ...
     raise AssertionError("the engine did not end")
 
 
+def run_to_end(engine: Engine) -> dict[RequestId, RequestOutput]:
+    """The last output of each request that is there."""
+    outputs: dict[RequestId, RequestOutput] = {}
+    while engine.has_work:
+        outputs |= {output.request_id: output for output in engine.step()}
+    return outputs
+
+
 def greedy(**settings: object) -> list[SamplingParams]:
     return [
         SamplingParams(max_output_tokens=num, temperature=0.0, ignore_eos=True, **settings)  # type: ignore[arg-type]
@@ -97,7 +107,7 @@ def test_greedy_tokens_of_fixed_steps_equal_the_ordinary_path(
     engine = build_engine(config, decode_form=form, forward=forward)
     assert run(engine, greedy()) == wanted
     fixed = {num_rows: num for num_rows, num in forward.num_steps.items() if num_rows is not None}
-    assert {1, 2, 4} <= fixed.keys(), f"steps by rows: {forward.num_steps}"
+    assert len(fixed) > 2, f"steps by rows: {forward.num_steps}"
     assert engine.stats.lane_bytes[Lane.CPU] == 0
     if config.block_size % 16 or device is DeviceKind.CUDA:  # else the ordinary path reads padded rows on a CPU
         assert engine.stats.lane_bytes[Lane.GPU] == ordinary.stats.lane_bytes[Lane.GPU]
@@ -183,9 +193,7 @@ def test_logits_that_are_not_finite_fail_their_request_alone(
     prompts = make_prompts()
     params = SamplingParams(max_output_tokens=20, temperature=0.0, ignore_eos=True)
     good, bad = engine.add(prompts[0], params), engine.add(prompts[1], params)
-    outputs = {}
-    while engine.has_work:
-        outputs |= {output.request_id: output for output in engine.step()}
+    outputs = run_to_end(engine)
     assert outputs[good].token_ids == wanted[0]
     assert "not finite after 11 tokens" in (outputs[bad].error or "")
 
@@ -206,6 +214,68 @@ def test_steps_are_captured_once_for_each_size_and_then_replayed(tmp_path: Path)
     num_fixed = sum(num for num_rows, num in forward.num_steps.items() if num_rows is not None)
     assert len(captured) == len(forward.num_steps.keys() - {None}) > 2
     assert engine.stats.num_replayed_steps == num_fixed - len(captured)
+
+
+AHEAD_FORMS = [pytest.param(DeviceKind.CPU, id="cpu"), pytest.param(DeviceKind.CUDA, marks=pytest.mark.gpu, id="cuda")]
+
+
+@pytest.mark.parametrize("device", AHEAD_FORMS)
+def test_steps_sent_behind_the_running_one_give_the_same_answers_whoever_ends(
+    device: DeviceKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_engine_folder(tmp_path, "llama")
+    config = make_config(folder, device, kv_gpu_tokens=1024, block_size=4, max_tokens_per_step=64)
+    params = greedy()
+    wanted = run(build_engine(config, decode_form=DecodeForm.ORDINARY), params)
+    # The third answer ends by a token that none can know before it is sampled, the last by a text.
+    params[2] = replace(params[2], stop_token_ids=(wanted[2][9],), min_output_tokens=9)
+    params[6] = replace(params[6], stop=(chr(97 + wanted[6][5] % 26),))
+    wanted = run(build_engine(config, decode_form=DecodeForm.ORDINARY), params)
+    assert len(wanted[2]) == 10, "it did not end by its token"
+
+    sent: list[tuple[bool, int]] = []
+    launch = ModelRunner.launch
+
+    def counting_launch(runner: ModelRunner, plan: StepPlan) -> LaunchedPlan | None:
+        launched = launch(runner, plan)
+        if launched is not None:
+            sent.append((plan.requests[0].is_pending, len(plan.requests)))
+        return launched
+
+    monkeypatch.setattr(ModelRunner, "launch", counting_launch)
+    capture = CudaCapture if device is DeviceKind.CUDA else lambda: lambda body: body
+    engine = build_engine(config, decode_form=DecodeForm.CAPTURED, capture=capture)
+    assert run(engine, params) == wanted
+    assert sum(is_pending for is_pending, _ in sent) > 10, sent
+    assert {num for is_pending, num in sent if is_pending} >= {2, 3, 4}, sent
+    assert engine.stats.num_output_tokens == sum(len(answer) for answer in wanted)
+
+
+def test_a_step_that_fails_ends_the_one_behind_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_engine_folder(tmp_path, "llama")
+    config = make_config(folder, DeviceKind.CPU, kv_gpu_tokens=1024, block_size=4)
+    engine = build_engine(config, decode_form=DecodeForm.CAPTURED, capture=lambda: lambda body: body)
+    params = SamplingParams(max_output_tokens=20, temperature=0.0, ignore_eos=True)
+    wait = ChosenCopy.wait
+    num_waits = 0
+
+    def failing_wait(copy: ChosenCopy) -> list[int]:
+        nonlocal num_waits
+        num_waits += 1
+        if num_waits == 3:
+            raise RuntimeError("the device is lost")
+        return wait(copy)
+
+    monkeypatch.setattr(ChosenCopy, "wait", failing_wait)
+    first = engine.add([5, 6, 7], params)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        run_to_end(engine)
+    second = engine.add([5, 6, 7], params)
+    outputs = run_to_end(engine)
+    assert "the device is lost" in (outputs[first].error or "")
+    assert len(outputs[second].token_ids) == 20
+    assert outputs[second].error is None
+    engine.core.scheduler.check()
 
 
 def test_graphs_are_given_up_with_one_warning_when_a_capture_fails(

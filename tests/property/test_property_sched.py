@@ -42,6 +42,7 @@ class Traffic:
     num_tenants: int
     num_priorities: int
     memory_shortages: float
+    aheads: float
 
 
 TRAFFIC = st.builds(
@@ -64,6 +65,7 @@ TRAFFIC = st.builds(
     num_tenants=st.integers(1, 3),
     num_priorities=st.integers(1, 2),
     memory_shortages=st.sampled_from([0.0, 0.0, 0.1]),
+    aheads=st.sampled_from([0.0, 0.5, 1.0]),
 )
 
 
@@ -76,6 +78,7 @@ class Run:
     aborted: set[RequestId] = field(default_factory=set)
     reported: set[RequestId] = field(default_factory=set)
     started: list[RequestId] = field(default_factory=list)
+    next_plan: StepPlan | None = None
 
     def __post_init__(self) -> None:
         traffic = self.traffic
@@ -133,8 +136,11 @@ class Run:
 
     def _step(self) -> None:
         self._maybe_abort()
-        plan = self.scheduler.schedule()
+        plan, self.next_plan = self.next_plan or self.scheduler.schedule(), None
         self._check_plan(plan)
+        self._maybe_abort()
+        if self.rng.random() < self.traffic.aheads:
+            self._plan_ahead()
         self._maybe_abort()
         result = self.executor.execute(plan)
         self._maybe_abort()
@@ -144,6 +150,21 @@ class Run:
             if request.status is RequestStatus.FINISHED:
                 assert request.request_id not in self.reported, "an end is reported twice"
                 self.reported.add(request.request_id)
+
+    def _plan_ahead(self) -> None:
+        """Plan the next step before this one is carried out; now and then it is withdrawn."""
+        plan = self.scheduler.schedule_ahead()
+        if plan is None:
+            return
+        assert all(chunk.is_pending and chunk.is_sampled for chunk in plan.requests)
+        assert plan.requests
+        assert not plan.moves
+        assert not plan.new_requests
+        if self.rng.random() < 0.2:
+            self.scheduler.withdraw(plan)
+        else:
+            self.next_plan = plan
+        self.kv.check()
 
     def _maybe_abort(self) -> None:
         if self.requests and self.rng.random() < self.traffic.aborts:

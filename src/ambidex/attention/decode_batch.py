@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ambidex.attention.contexts import Context, Contexts, TierBlocks
 from ambidex.attention.decode_inputs import DecodeInputs
-from ambidex.core.ids import Tier
+from ambidex.core.ids import RequestId, Tier
 from ambidex.core.step import BlockRef, ScheduledRequest
 from ambidex.kernels.cpu.native import KeyBatch
 from ambidex.storage.step_stream import BlockRun
@@ -65,6 +65,7 @@ class DecodeBatch:
         self._contexts = Contexts(max_requests=inputs.max_rows)
         self._sent: list[_SentRow | None] = [None] * inputs.max_rows
         self._row_starts = np.arange(inputs.max_rows, dtype=np.int64) * inputs.max_blocks
+        self._own_sources = inputs.max_rows + np.arange(inputs.max_rows, dtype=np.int64)
         self._widest = None if None in inputs.windows else max(w for w in inputs.windows if w is not None)
         self._batched: tuple[object, ...] = ()
         self._batched_contexts: tuple[tuple[Context, tuple[BlockRef, ...]], ...] = ()
@@ -76,10 +77,14 @@ class DecodeBatch:
         """The blocks in DRAM that they lie in."""
         self.num_streamed = 0
         """Keys that the stream lane reads in each layer, all requests together."""
+        self.streamed_share = 0.0
+        """Of the blocks in DRAM, those that the stream lane reads: `stream_share`, unless its buffer holds less."""
         self.stream_runs: tuple[BlockRun, ...] = ()
         """The blocks that it reads."""
 
-    def try_prepare(self, requests: Sequence[ScheduledRequest], num_rows: int) -> bool:
+    def try_prepare(
+        self, requests: Sequence[ScheduledRequest], num_rows: int, last_rows: Mapping[RequestId, int] | None = None
+    ) -> bool:
         """Fill and send the inputs of a step of `num_rows` rows, if the step has the form that they can describe.
 
         That is: each request has one new token, whose block lies on the accelerator, and no key that it sees lies
@@ -87,6 +92,7 @@ class DecodeBatch:
 
         Args:
             num_rows: at least the number of requests, at most what the inputs hold; the rest is padding.
+            last_rows: rows of the step before, by request: there lie the tokens of pending requests.
         Returns:
             False if a request has another form; then nothing is sent.
         Cost: about a microsecond a request, and one small copy to the device; where blocks in DRAM came or went, or a
@@ -112,6 +118,12 @@ class DecodeBatch:
         last_blocks = np.array([request.blocks[-1].block_id for request in requests], np.int64)
         host = self._inputs.host(num_rows)
         host.token_ids[:num] = [request.token_ids[0] for request in requests]
+        host.sources[:] = self._own_sources[:num_rows]
+        if last_rows is not None:
+            host.sources[:num] = [
+                last_rows[request.request_id] if request.is_pending else source
+                for request, source in zip(requests, self._own_sources.tolist(), strict=False)
+            ]
         host.positions[:num] = positions
         host.slots[:num] = last_blocks * self._block_size + positions % self._block_size
         host.table_places[:] = self._row_starts[:num_rows]
@@ -207,12 +219,15 @@ class DecodeBatch:
         blocks = [context.tiers[Tier.DRAM] for context in contexts]
         num_blocks = np.array([item.num for item in blocks], np.int64)
         num_streamed = (num_blocks * self.stream_share).astype(np.int64)
-        if num_streamed.sum() > self._max_streamed:
+        is_short = bool(num_streamed.sum() > self._max_streamed)
+        if is_short:
             num_streamed = num_streamed * self._max_streamed // num_streamed.sum()
         host = self._inputs.host(num_rows)
         host.num_streamed[: len(blocks)] = num_streamed * self._block_size
         host.num_streamed[len(blocks) :] = 0
         self.num_streamed = int(num_streamed.sum()) * self._block_size
+        # Less than the share for want of room, not because blocks are whole.
+        self.streamed_share = float(num_streamed.sum() / num_blocks.sum()) if is_short else self.stream_share
         num_stored = (num_blocks - num_streamed) * self._block_size
         made = {}
         for window in self._inputs.windows:

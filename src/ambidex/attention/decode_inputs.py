@@ -3,7 +3,7 @@
 A step of B rows (requests, then padding) is described by arrays of B numbers, one after the other in one buffer, so
 that one copy brings them to the device:
 
-    token_ids  positions  slots  table_places                int64
+    token_ids  sources  positions  slots  table_places       int64
     last_blocks  num_streamed  (first_key  num_keys) of each window        int32
 
 and by two block tables [rows, M], which stay on the device: the accelerator's blocks, and those in DRAM that it
@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_INT64_NAMES: Final = ("token_ids", "positions", "slots", "table_places")
+_INT64_NAMES: Final = ("token_ids", "sources", "positions", "slots", "table_places")
 _INT32_NAMES: Final = ("last_blocks", "num_streamed")
 _ALIGNMENT: Final = 16
 """Bytes: kernels load from aligned pointers in wider pieces, and are compiled for one kind of pointer only."""
@@ -31,6 +31,7 @@ class DecodeRows:
     """The inputs of a step of B rows on the device; views that stay where they are."""
 
     token_ids: Tensor  # [B] int64
+    sources: Tensor  # [B] int64, see `DecodeTokens`
     positions: Tensor  # [B] int64
     slots: Tensor  # [B] int64
     block_table: Tensor  # [B, M] int32
@@ -51,6 +52,7 @@ class HostRows:
     """The same on the host, to be filled in before `DecodeInputs.send`."""
 
     token_ids: NDArray[np.int64]
+    sources: NDArray[np.int64]
     positions: NDArray[np.int64]
     slots: NDArray[np.int64]
     table_places: NDArray[np.int64]
@@ -58,6 +60,31 @@ class HostRows:
     num_streamed: NDArray[np.int32]
     first_key: Mapping[int | None, NDArray[np.int32]]
     num_keys: Mapping[int | None, NDArray[np.int32]]
+
+
+class DecodeTokens:
+    """The tokens that a step computes: given by the host, or those that the step before has chosen, which the host need
+    not know yet. `DecodeRows.sources` say which: row r of the last step, or `max_rows` + r for this step's own row r.
+
+    Args:
+        max_rows: of a step.
+    """
+
+    def __init__(self, *, max_rows: int, device: torch.device) -> None:
+        self._max_rows = max_rows
+        self._tokens = torch.zeros(
+            2 * max_rows, dtype=torch.int64, device=device
+        )  # chosen by the last step, then given
+
+    def read(self, rows: DecodeRows) -> Tensor:
+        """Token ids [B] of a step."""
+        num_rows = len(rows.token_ids)
+        self._tokens[self._max_rows : self._max_rows + num_rows].copy_(rows.token_ids)
+        return self._tokens.index_select(0, rows.sources)
+
+    def write(self, chosen: Tensor) -> None:
+        """Keep the tokens [B] that a step has chosen; one that failed (−1) counts as 0, so that a step can follow."""
+        torch.clamp(chosen, min=0, out=self._tokens[: len(chosen)])
 
 
 class DecodeInputs:

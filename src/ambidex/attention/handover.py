@@ -6,10 +6,9 @@
 The same buffers serve every layer: the accelerator sends the next queries only after it has read the last answer.
 """
 
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from ambidex.core.model_spec import ModelSpec
 from ambidex.kernels.cpu.bounded import make_arrays
 from ambidex.kernels.cpu.native import WORD_STRIDE, AttentionScript, KeyBatch
 from ambidex.kernels.cuda.pinned_view import view_on_gpu
+from ambidex.storage.lane_thread import beside
 from ambidex.storage.tiled_pool import TiledKVPool
 from ambidex.storage.words import WAIT_LIMIT_S, HostWords, StreamWords, Words
 
@@ -65,34 +65,43 @@ class Handover:
         """Layers of the last step in which the CPU lane's answer came after the accelerator's own part had ended."""
         self.figures = self.out_norms = torch.empty(0)
         """What the bounded op left out of the last step, [L, B, Hq, NUM_FIGURES]; lengths of answers, [L, B, Hq]."""
+        self._scanned: Sequence[KeyBatch] = ()
         self._launched = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # torch has no types here
         self._script = AttentionScript(pool.native, *self._flags)
-        for layer_idx in range(spec.num_layers):
+        self._layers = [
+            AttentionScript(pool.native, *self._flags[:, layer_idx : layer_idx + 1])
+            for layer_idx in range(spec.num_layers)
+        ]
+        for layer_idx, script in enumerate(self._layers):
             k, v = pool.layer(layer_idx)
             k_scales, v_scales = pool.scales(layer_idx)
-            self._script.add_layer(
-                self._q, k, v, scale=spec.head_dim**-0.5, k_scales=k_scales, v_scales=v_scales, out=self._out,
-                lse=self._lse,
-            )  # fmt: skip
+            for target in (self._script, script):
+                target.add_layer(
+                    self._q, k, v, scale=spec.head_dim**-0.5, k_scales=k_scales, v_scales=v_scales, out=self._out,
+                    lse=self._lse,
+                )  # fmt: skip
             if bounded is not None:
                 self._bound_layer(layer_idx, bounded, is_cuda=is_cuda)
 
     def _bound_layer(self, layer_idx: int, bounded: BoundedScan, *, is_cuda: bool) -> None:
         """Add the keys that are scanned; what the accelerator saw of its own is known once `show_near` has run."""
         if layer_idx == 0:
-            num_rows = len(self._q)
-            self.figures = bounded.new_figures(num_rows)
+            self.figures = bounded.new_figures(len(self._q))
             self._near_lse = torch.empty(self._lse.shape, pin_memory=is_cuda)
-            norms = torch.zeros(bounded.spec.num_layers, *self._lse.shape, pin_memory=is_cuda)
-            self.out_norms = norms
+            self.out_norms = torch.zeros(bounded.spec.num_layers, *self._lse.shape, pin_memory=is_cuda)
             self._near_lse_there = view_on_gpu(self._near_lse) if is_cuda else self._near_lse
-            self._out_norms_there = view_on_gpu(norms) if is_cuda else norms
+            self._out_norms_there = view_on_gpu(self.out_norms) if is_cuda else self.out_norms
         layer = bounded.copies[Tier.DRAM].layer(layer_idx)
         arrays = make_arrays(
             self._q, layer, scale=bounded.spec.head_dim**-0.5, max_mass=bounded.max_mass, near=(self._out, self._lse),
             out=self._out, lse=self._lse, figures=self.figures[layer_idx], other_lse=self._near_lse,
         )  # fmt: skip
-        self._script.bound_layer(bounded.native.native, arrays, layer, self.figures, self._near_lse, bounded)
+        for script in (self._script, self._layers[layer_idx]):
+            script.bound_layer(bounded.native.native, arrays, layer, self.figures, self._near_lse, bounded)
+
+    def scan(self, batches: Sequence[KeyBatch]) -> None:
+        """Name the keys of each layer that the bounded op reads in the next steps."""
+        self._scanned = batches
 
     def show_near(self, layer_idx: int, lse: Tensor) -> None:
         """Launch: tell the bounded op how much of the softmax the accelerator's own keys hold, [B, Hq] fp32."""
@@ -135,12 +144,11 @@ class Handover:
         if self._launched is not None:
             self._launched.record()
 
-    def answer(self, batches: Sequence[KeyBatch], scanned: Sequence[KeyBatch] = ()) -> None:
+    def answer(self, batches: Sequence[KeyBatch]) -> None:
         """Do the CPU lane's part of a step that was launched, in the calling thread.
 
         Args:
             batches: the keys of each layer in the DRAM pool.
-            scanned: those that the bounded op reads, if the policy is bounded.
         Raises:
             LaneError: the queries of a layer did not come in time. The accelerator's waits are ended all the same, so
                 the step runs out; what it gives is worthless.
@@ -148,7 +156,7 @@ class Handover:
         num_layers = self._flags.shape[1]
         num_answered = 0
         try:
-            num_answered, self.num_last = self._script.run(batches, limit_s=WAIT_LIMIT_S, scanned=scanned)
+            num_answered, self.num_last = self._script.run(batches, limit_s=WAIT_LIMIT_S, scanned=self._scanned)
         finally:
             if num_answered < num_layers:
                 self._host_flags[1, :, 0] = 1
@@ -157,36 +165,34 @@ class Handover:
                 f"the accelerator sent no queries of layer {num_answered} to the CPU lane within {WAIT_LIMIT_S:.0f} s"
             )
 
-    def answer_alone(self, batches: Sequence[KeyBatch], scanned: Sequence[KeyBatch] = ()) -> None:
+    def answer_layer(self, layer_idx: int, batch: KeyBatch) -> None:
+        """Do the CPU lane's part of one layer: between them the caller does other things. `num_last` stays as it was.
+
+        Raises:
+            LaneError: the queries did not come in time.
+        """
+        num_answered, _ = self._layers[layer_idx].run(
+            [batch], limit_s=WAIT_LIMIT_S, scanned=self._scanned[layer_idx : layer_idx + 1]
+        )
+        if num_answered < 1:
+            raise LaneError(
+                f"the accelerator sent no queries of layer {layer_idx} to the CPU lane within {WAIT_LIMIT_S:.0f} s"
+            )
+
+    def release(self) -> None:
+        """End all waits: what was not launched will never ask, and what is not answered gives something worthless."""
+        self._host_flags[:2, :, 0] = 1
+
+    def answer_alone(self, batches: Sequence[KeyBatch]) -> None:
         """Do the CPU lane's part with the queries that are there; nothing else may be under way."""
         self.reset()
         self._host_flags[0, :, 0] = 1
-        self.answer(batches, scanned)
+        self.answer(batches)
 
-    @contextmanager
-    def answering(self, batches: Sequence[KeyBatch], scanned: Sequence[KeyBatch] = ()) -> Iterator[None]:
+    def answering(self, batches: Sequence[KeyBatch]) -> AbstractContextManager[None]:
         """Do the CPU lane's part in a thread of its own while the caller launches the step.
 
         Raises:
             LaneError: see `answer`.
         """
-        failures: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                self.answer(batches, scanned)
-            except BaseException as error:  # handed to the caller, below
-                failures.append(error)
-
-        thread = threading.Thread(target=work, name="ambidex-cpu-lane")
-        thread.start()
-        try:
-            yield
-        except BaseException:
-            self._host_flags[0, :, 0] = 1  # what was not launched will never ask: the CPU lane need not wait for it
-            raise
-        finally:
-            self.mark_launched()
-            thread.join()
-        if failures:
-            raise failures[0]
+        return beside(lambda: self.answer(batches), release=self.release, mark_launched=self.mark_launched)

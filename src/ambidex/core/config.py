@@ -121,6 +121,16 @@ class EngineConfig:
         "budget of the accelerator tier (weights, workspace, KV); default: 90 % of the free memory",
         unit="bytes",
     )  # fmt: skip
+    weights_gpu_memory: int | None = setting(
+        None, SettingKind.SIZE,
+        "memory of the accelerator tier for weights; the rest lies in DRAM, where the CPU multiplies one part and the "
+        "accelerator reads the other over the link; default: what gpu-memory leaves beside workspace and some KV",
+        unit="bytes",
+    )  # fmt: skip
+    placement: str | None = setting(
+        None, SettingKind.TEXT,
+        "JSON file that says which share of each layer's weights lies where, in place of weights-gpu-memory",
+    )  # fmt: skip
     kv_gpu_tokens: int | None = setting(
         None, SettingKind.INT,
         "tokens of KV on the accelerator tier, rounded up to blocks; default: what gpu-memory leaves",
@@ -128,7 +138,8 @@ class EngineConfig:
     )  # fmt: skip
     dram_memory: int | None = setting(
         None, SettingKind.SIZE,
-        "budget of the DRAM tier for KV; default: 45 % of the free memory, at most what is used",
+        "budget of the DRAM tier (weights that do not lie on a GPU, KV); default: the weights and 45 % of the free "
+        "memory, at most what is used",
         unit="bytes",
     )  # fmt: skip
     prefix_cache_percent: int | None = setting(
@@ -269,6 +280,8 @@ class EngineConfig:
         if not self.model:
             raise ConfigError("no model is named: give a folder, a .gguf file, a Hub id or smollm2")
         resolve_policy(self)
+        if self.placement is not None and self.weights_gpu_memory is not None:
+            raise ConfigError("`placement` and `weights_gpu_memory` both say where weights lie: leave one of them out")
         if self.policy is not PolicyName.EXACT and self.prefix_cache_percent:
             raise ConfigError(
                 f"`prefix_cache_percent` is {self.prefix_cache_percent}: policy {self.policy} must see every prompt as "

@@ -14,6 +14,7 @@
     │   ├── TierFullError           no bytes left on a memory tier
     │   ├── NativeModuleError       the compiled module is missing or does not run here
     │   ├── CopyError               a copy between tiers failed
+    │   ├── EngineLostError         the process of an engine ended, and with it what it computed
     │   ├── IntegrityError          bytes in memory are not what was written (found by --verify)
     │   └── LaneError               the accelerator and the CPU lane lost each other
     ├── RequestFailedError          one request failed inside the engine (NaN logits, lost copy); others go on
@@ -93,6 +94,10 @@ class NativeModuleError(MachineError):
 
 class CopyError(MachineError):
     """A copy between tiers failed."""
+
+
+class EngineLostError(MachineError):
+    """The process of an engine has ended, or says nothing any more: what it was computing is lost."""
 
 
 class IntegrityError(MachineError):

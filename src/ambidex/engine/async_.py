@@ -15,20 +15,19 @@ from ambidex.core.errors import AmbidexError, CallerError, InternalError
 from ambidex.core.ids import RequestId
 from ambidex.core.request import Request, SamplingParams
 from ambidex.engine.build import build_engine
-from ambidex.engine.engine import Engine, Prompt
+from ambidex.engine.client import Put, Reply
+from ambidex.engine.engine import Engine
 from ambidex.engine.outputs import RequestOutput
 from ambidex.engine.pulse import Stage
 from ambidex.engine.report import EngineReport
 from ambidex.engine.status import EngineStatus
+from ambidex.engine.text_side import Prompt, TextSide
 from ambidex.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS: Final = 3
 """A step that fails harms the requests in it; after so many with no token computed between, the machine is to blame."""
-
-Reply = RequestOutput | AmbidexError
-Put = Callable[[Reply], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -81,25 +80,17 @@ class AsyncLLM:
         """Tokens of prompt and answer together, at most."""
         return self._engine.max_context_len
 
-    def check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
-        """See that ids are the model's.
-
-        Raises:
-            RequestError: one is not; names it and the list.
-        """
-        self._engine.check_ids(name, token_ids)
-
     @property
-    def chat_template_source(self) -> str | None:
-        """Text of the chat template that is used; None: there is none."""
-        return self._engine.chat_template.source
+    def text(self) -> TextSide:
+        """What makes requests of prompts."""
+        return self._engine.text
 
     @property
     def fault(self) -> AmbidexError | None:
         """Why the engine takes no requests any more; None while it does."""
         return self._fatal
 
-    def status(self) -> EngineStatus:
+    async def status(self) -> EngineStatus:
         """Counters and queue as of the last step, and where the engine's thread is now."""
         scheduler, pulse = self._engine.core.scheduler, self._engine.core.pulse
         return EngineStatus(
@@ -124,34 +115,13 @@ class AsyncLLM:
             raise self._fatal
         await answer.wait()
 
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[int]:
-        """Token ids of a conversation, ready for the model's answer.
+    async def check_guide(self, params: SamplingParams) -> None:
+        """Compile the grammar of the parameters, if they have one, and keep it for the requests to come.
 
         Raises:
-            RequestError: there is no chat template, or the messages or tools do not fit it.
+            RequestError: it is not valid, not known in all its parts, or too large.
         """
-        return self._engine.render_chat(messages, tools)
-
-    def make_request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        tenant: str = "",
-        cache_salt: str = "",
-        priority: int = 0,
-    ) -> Request:
-        """Check a prompt and its parameters; nothing runs yet. Any thread may call it.
-
-        Args:
-            tenant, cache_salt: only requests with the same two share what they have in common.
-            priority: lower goes sooner among the waiting requests of its tenant.
-        Raises:
-            RequestError, ContextLengthError: what is wrong with them.
-        """
-        return self._engine.make_request(prompt, params, tenant=tenant, cache_salt=cache_salt, priority=priority)
+        await asyncio.to_thread(self._engine.check_guide, params)
 
     def submit(self, request: Request, put: Put) -> Callable[[], None]:
         """Queue a checked request.
@@ -165,9 +135,9 @@ class AsyncLLM:
         """
         return self._open(lambda: self._engine.submit(request), put)
 
-    def num_computed_tokens(self, request_id: RequestId) -> int:
-        """Tokens of a live request that are computed so far; 0 for one that is not known."""
-        return self._engine.num_computed_tokens(request_id)
+    async def num_computed_tokens(self, request_ids: Sequence[RequestId]) -> list[int]:
+        """Tokens of live requests that are computed so far; 0 for one that is not known."""
+        return [self._engine.num_computed_tokens(request_id) for request_id in request_ids]
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
         """Answer one prompt, piece by piece. Leaving the loop, or cancelling the task, ends the request.
@@ -184,7 +154,7 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Answer a conversation, piece by piece."""
         own = params or SamplingParams()
-        async for output in self._ask(lambda: self._engine.add(self._engine.render_chat(messages), own)):
+        async for output in self._ask(lambda: self._engine.add(self._engine.text.render_chat(messages), own)):
             yield output
 
     async def drop_cached(self, tenant: str | None = None) -> int:

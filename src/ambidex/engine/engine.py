@@ -1,30 +1,24 @@
 """`Engine`: requests in, outputs out. Validates prompts, owns the text side of each request, drives `EngineCore`."""
 
-import itertools
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
-from ambidex.core.errors import ContextLengthError, InternalError, RequestError
+from ambidex.core.errors import InternalError, RequestError
 from ambidex.core.ids import RequestId, Tier
-from ambidex.core.request import MAX_PRIORITY, FinishReason, Request, SamplingParams
+from ambidex.core.request import FinishReason, Request, SamplingParams
 from ambidex.core.step import SampledToken
 from ambidex.engine.core import EngineCore
 from ambidex.engine.outputs import AnswerText, RequestOutput
 from ambidex.engine.report import EngineFigures, EngineReport
 from ambidex.engine.stats import EngineStats
-from ambidex.text.chat import ChatTemplate
+from ambidex.engine.text_side import Prompt, TextSide
 from ambidex.text.guided import GuideCompiler
 from ambidex.text.tokenizer import Tokenizer
-
-Prompt = str | Sequence[int]
 
 
 class Engine:
     """One model with its queue of requests. Not thread-safe: one thread calls it.
 
     Args:
-        max_context_len: tokens of prompt and answer together, at most.
         kv_bytes, cached_bytes: bytes that requests hold on each tier now, and that are kept for others to come.
         kv_capacity, weights_bytes: bytes of the KV pools and of the parameters on each tier.
     """
@@ -33,11 +27,7 @@ class Engine:
         self,
         *,
         core: EngineCore,
-        tokenizer: Tokenizer,
-        chat_template: ChatTemplate,
-        max_context_len: int,
-        vocab_size: int,
-        eos_ids: frozenset[int],
+        text: TextSide,
         report: EngineReport,
         figures: EngineFigures,
         kv_bytes: Callable[[], dict[Tier, int]],
@@ -47,20 +37,15 @@ class Engine:
         weights_bytes: dict[Tier, int],
     ) -> None:
         self.core = core
-        self.tokenizer = tokenizer
+        self.text = text
         self.report = report
         self.figures = figures
-        self.max_context_len = max_context_len
         self._guides = guides
         self.kv_capacity = kv_capacity
         self.weights_bytes = weights_bytes
-        self._vocab_size = vocab_size
-        self._eos_ids = eos_ids
         self._kv_bytes = kv_bytes
         self._cached_bytes = cached_bytes
         self._live: dict[RequestId, tuple[Request, AnswerText]] = {}
-        self._numbers = itertools.count()
-        self.chat_template = chat_template
 
     @property
     def stats(self) -> EngineStats:
@@ -73,67 +58,42 @@ class Engine:
         """A step would do something."""
         return self.core.scheduler.has_work
 
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[int]:
-        """Token ids of a conversation, ready for the model's answer.
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.text.tokenizer
 
-        Raises:
-            RequestError: the model has no template, or the messages or tools do not fit it.
-        """
-        return self.tokenizer.encode(self.chat_template.render(messages, tools=tools), add_special=False)
+    @property
+    def max_context_len(self) -> int:
+        """Tokens of prompt and answer together, at most."""
+        return self.text.facts.max_context_len
 
     def make_request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        tenant: str = "",
-        cache_salt: str = "",
-        priority: int = 0,
+        self, prompt: Prompt, params: SamplingParams, *, tenant: str = "", cache_salt: str = "", priority: int = 0
     ) -> Request:
-        """Check a prompt and its parameters; nothing runs yet.
+        """Check a prompt and its parameters; nothing runs yet. Any thread may call it.
 
-        Args:
-            tenant, cache_salt: only requests with the same two share what they have in common.
-            priority: lower goes sooner among the waiting requests of its tenant.
         Raises:
-            RequestError, ContextLengthError: what is wrong with them.
+            RequestError, ContextLengthError: as `TextSide.make_request`, or the grammar cannot be used.
         """
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _as_ids(prompt)
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"the sampling parameters are a {type(params).__name__}: give SamplingParams(...)")
-        if not token_ids or prompt == "":
-            raise RequestError("the prompt is empty: give at least one token")
-        self.check_ids("prompt", token_ids)
-        self.check_ids("stop_token_ids", params.stop_token_ids)
-        self.check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])
-        if len(token_ids) >= self.max_context_len:
-            raise ContextLengthError(len(token_ids), self.max_context_len)
-        if not isinstance(priority, int) or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-            raise RequestError(f"priority is {priority!r}: it must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
-        max_total = self.max_context_len
-        if params.max_output_tokens is not None:
-            max_total = min(max_total, len(token_ids) + params.max_output_tokens)
+        request = self.text.make_request(prompt, params, tenant=tenant, cache_salt=cache_salt, priority=priority)
+        self.check_guide(params)
+        return request
+
+    def check_guide(self, params: SamplingParams) -> None:
+        """Compile the grammar of the parameters, if they have one, and keep it for the requests to come.
+
+        Raises:
+            RequestError: it is not valid, not known in all its parts, or too large.
+        """
         self._guides.check(params)
-        eos_ids: frozenset[int] = frozenset() if params.ignore_eos else self._eos_ids
-        return Request(
-            request_id=RequestId(f"req-{next(self._numbers)}"),
-            prompt_token_ids=tuple(token_ids),
-            params=params,
-            max_total_tokens=max_total,
-            stop_ids=eos_ids | frozenset(params.stop_token_ids),
-            tenant=tenant,
-            cache_salt=cache_salt,
-            priority=priority,
-        )
 
     def submit(self, request: Request) -> RequestId:
         """Queue a checked request."""
         guide = self._guides.open(request.params)
         if guide is not None:
             request.allowed_tokens = guide.mask()
-        self._live[request.request_id] = (request, AnswerText(self.tokenizer, request.params, guide))
+        self._live[request.request_id] = (request, AnswerText(self.text.tokenizer, request.params, guide))
         self.core.scheduler.add(request)
         return request.request_id
 
@@ -199,24 +159,3 @@ class Engine:
             request.allowed_tokens = answer.guide.mask()
         except RequestError as error:
             self.core.scheduler.finish(request.request_id, FinishReason.ERROR, str(error))
-
-    def check_ids(self, name: str, token_ids: Sequence[int]) -> None:
-        """See that ids are the model's.
-
-        Raises:
-            RequestError: one is not; names it and the list.
-        """
-        for token_id in token_ids:
-            if not 0 <= token_id < self._vocab_size:
-                raise RequestError(f"{name}: {token_id!r} is no token id of this model (0 … {self._vocab_size - 1})")
-
-
-def _as_ids(prompt: Sequence[int]) -> list[int]:
-    """Token ids as plain numbers; numpy's are as good."""
-    try:
-        ids = [operator.index(token_id) for token_id in prompt if not isinstance(token_id, bool)]
-        if len(ids) == len(prompt):
-            return ids
-    except TypeError:
-        pass
-    raise RequestError(f"the prompt is a {type(prompt).__name__} of something else: give text or a list of token ids")

@@ -11,10 +11,11 @@ from ambidex.core.errors import CallerError, RequestError, RequestFailedError
 from ambidex.core.ids import RequestId
 from ambidex.core.request import FinishReason, Request, SamplingParams
 from ambidex.engine.build import build_engine
-from ambidex.engine.engine import Engine, Prompt
+from ambidex.engine.engine import Engine
 from ambidex.engine.outputs import RequestOutput
 from ambidex.engine.report import EngineReport
 from ambidex.engine.stats import EngineStats
+from ambidex.engine.text_side import Prompt
 from ambidex.text.tokenizer import Tokenizer
 
 
@@ -125,7 +126,7 @@ class LLM:
         Raises:
             RequestError: there is no chat template, or the messages do not fit it.
         """
-        return self._engine.render_chat(messages)
+        return self._engine.text.render_chat(messages)
 
     def chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None) -> RequestOutput:
         """Answer a conversation (`role` and `content` of each message) with the model's chat template.
@@ -142,7 +143,7 @@ class LLM:
         self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None
     ) -> Generator[RequestOutput, None, None]:
         """The same, piece by piece."""
-        prompt = self._engine.render_chat(messages)
+        prompt = self._engine.text.render_chat(messages)
         return self._stream(self._engine.make_request(prompt, params or SamplingParams()))
 
     def close(self) -> None:

@@ -100,6 +100,20 @@ class KVManager:
         return self._tiers.num_moves
 
     @property
+    def is_settled(self) -> bool:
+        """Whether every block of the running requests lies on the accelerator and belongs there, none moves, and the
+        accelerator's reserve is free: then `begin_demotions` has nothing to do."""
+        if self._tiers.num_moves:
+            return False
+        if not self._below:
+            return True
+        if any(len(lease.on_accelerator) < len(lease.blocks) for lease in self._leases.values()):
+            return False
+        if any(kept.num_first + kept.num_last < kept.num_blocks for kept in self._choose()):
+            return False
+        return self._tiers.num_free_on(Tier.GPU) >= self._num_reserved or self._cache.first_on(Tier.GPU) is None
+
+    @property
     def num_failed_moves(self) -> int:
         """Moves that failed since the start."""
         return self._num_failed_moves

@@ -35,6 +35,16 @@ class DecodeOutput:
     """What a policy chose, likewise; None: all keys were attended."""
 
 
+class LaunchedDecode(Protocol):
+    """A decode step that was sent to the accelerator."""
+
+    lane_bytes: Mapping[Lane, int]
+
+    def wait(self) -> list[int]:
+        """The likeliest token of each request, −1 where logits are not finite, once the step has ended."""
+        ...
+
+
 class FixedSteps(Protocol):
     """Runs decode steps in a form of their own."""
 
@@ -45,5 +55,13 @@ class FixedSteps(Protocol):
         """Run a step if it has the form of a decode step, else return None and leave everything as it was.
 
         Must be called within `torch.inference_mode`.
+        """
+        ...
+
+    def try_launch(self, requests: Sequence[ScheduledRequest]) -> LaunchedDecode | None:
+        """Send a step behind the last one that was sent, and return at once; None if it must be run. Pending requests
+        take the tokens of that one.
+
+        Must be called within `torch.inference_mode`; at most one other step may wait to be waited for.
         """
         ...

@@ -114,6 +114,9 @@ class ProgramSteps:
             selection=None if self._bounded is None else lambda: self._selection(inputs, tiers, positions),
         )
 
+    def try_launch(self, requests: Sequence[ScheduledRequest]) -> None:
+        """None: a program computes in the calling thread."""
+
     def _find_inputs(self, num_rows: int) -> TiledInputs:
         if num_rows not in self._inputs:
             self._inputs[num_rows] = TiledInputs(

@@ -17,7 +17,7 @@ from ambidex.core.ids import Lane, RequestId
 from ambidex.core.step import SampledToken, SelectionFigures, StepPlan, StepResult
 from ambidex.core.trace import NullTracer, Tracer, Track
 from ambidex.models.base import AttentionOp, CausalLM
-from ambidex.runner.decode import DecodeOutput, FixedSteps
+from ambidex.runner.decode import DecodeOutput, FixedSteps, LaunchedDecode
 from ambidex.runner.input_batch import InputBatch
 from ambidex.runner.sampler import Sampler
 from ambidex.runner.torch_threads import TorchThreads
@@ -59,6 +59,21 @@ class SectionClock:
         return (time.perf_counter_ns() - self._start) / 1e9
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchedPlan:
+    """A plan that was sent to the accelerator."""
+
+    plan: StepPlan
+    step: LaunchedDecode
+    finish: Callable[[StepPlan, LaunchedDecode, float], StepResult]
+    start: float
+    """When it was sent; `time.perf_counter` seconds."""
+
+    def wait(self) -> StepResult:
+        """What it gave, once it has ended."""
+        return self.finish(self.plan, self.step, self.start)
+
+
 class ModelRunner:
     """Runs plans: moves first, then the forward pass and sampling.
 
@@ -98,6 +113,7 @@ class ModelRunner:
         self._tracer = tracer or NullTracer()
         self._device_clock = device_clock
         self._bounded = bounded
+        self._last_end = 0.0  # of the last step that was launched; `time.perf_counter` seconds
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -152,6 +168,39 @@ class ModelRunner:
             is_replayed=computed.is_replayed,
             selection=computed.selection,
             num_graph_failures=self.decode_steps.num_failures if self.decode_steps is not None else 0,
+        )
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> "LaunchedPlan | None":
+        """Send a decode step to the accelerator behind the last one and return at once; None if it must be executed.
+
+        That is where the likeliest token of each request is its next one, and the step is one launch.
+        """
+        if self.decode_steps is None or not plan.requests or plan.moves or plan.new_requests:
+            return None
+        ids = [request.request_id for request in plan.requests]
+        if not all(request.is_sampled for request in plan.requests) or not self._sampler.takes_likeliest(ids):
+            return None
+        start = time.perf_counter()
+        launched = self.decode_steps.try_launch(plan.requests)
+        if launched is None:
+            return None
+        return LaunchedPlan(plan, launched, self._finish_launched, start)
+
+    def _finish_launched(self, plan: StepPlan, launched: LaunchedDecode, start: float) -> StepResult:
+        chosen = launched.wait()
+        start = max(start, self._last_end)  # before that, the device computed the step before
+        self._last_end = time.perf_counter()
+        tokens, failures = self._sampler.keep([request.request_id for request in plan.requests], chosen)
+        for request_id in plan.finished_requests:
+            self._sampler.forget(request_id)
+        duration = self._last_end - start
+        return StepResult(
+            tokens=tokens,
+            failures=failures,
+            seconds={"forward": duration, "total": duration},
+            lane_bytes=launched.lane_bytes,
+            is_replayed=True,
         )
 
     def _compute(self, plan: StepPlan, clock: SectionClock) -> _Computed:

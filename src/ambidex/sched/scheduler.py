@@ -12,36 +12,29 @@ A request begins behind the blocks that the prefix cache has of it, also when it
 A request for whose chunk the accelerator had no memory tries again with half of it, down to one block, then fails.
 
 Each plan must come back through `update` before the next `schedule`, an empty one too (as `StepResult()` if there is
-nothing to report). A move that a result does not name stays in flight, and its blocks with it.
+nothing to report). A move that a result does not name stays in flight, and its blocks with it. `schedule_ahead` makes
+one more plan before the last one has come back, if nothing but its tokens is missing (`ahead.py`).
 """
 
 import hashlib
 import logging
-from dataclasses import dataclass, field
+from collections import deque
 
 from ambidex.core.errors import ContextLengthError, InternalError, RequestError
 from ambidex.core.ids import RequestId
 from ambidex.core.request import FinishReason, Request, RequestStatus
-from ambidex.core.step import NewRequest, SampledToken, ScheduledRequest, StepPlan, StepResult
+from ambidex.core.step import BlockMove, NewRequest, SampledToken, ScheduledRequest, StepPlan, StepResult
 from ambidex.kv.lease import KVLease
 from ambidex.kv.manager import KVManager, PrefixHit
 from ambidex.kv.prefix_cache import PrefixCacheStats
 from ambidex.sched.admission import Admission, AdmissionState, decide_admission
+from ambidex.sched.ahead import find_next_lens
 from ambidex.sched.budget import TokenBudget
+from ambidex.sched.draft import InFlight, StepDraft
 from ambidex.sched.entry import Entry
 from ambidex.sched.queue import RequestQueues
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A step that is being put together."""
-
-    budget: TokenBudget
-    chunks: list[ScheduledRequest] = field(default_factory=list)
-    new_requests: list[NewRequest] = field(default_factory=list)
-    entries: dict[RequestId, Entry] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -69,7 +62,7 @@ class Scheduler:
         self._max_context_len = max_context_len
         self._seed = seed
         self._queues = RequestQueues()
-        self._in_step: dict[RequestId, Entry] | None = None
+        self._in_flight: deque[InFlight] = deque()  # one plan, or one and the one that follows it
         self._gone: list[RequestId] = []  # announced to the executor, to be forgotten by it
         self._failed: list[Request] = []  # failed while scheduling, to be reported by `update`
         self._num_preemptions = 0
@@ -78,8 +71,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether another step is needed: to compute, to end moves, or to tell the executor whom to forget."""
-        return bool(self.num_running or self.num_waiting or self._gone or self._failed or self._kv.num_moves)
+        """Whether another step is needed: to compute, to end moves, to tell the executor whom to forget, or to take in
+        what one gave."""
+        return bool(
+            self.num_running or self.num_waiting or self._gone or self._failed or self._kv.num_moves or self._in_flight
+        )
 
     @property
     def num_waiting(self) -> int:
@@ -159,9 +155,9 @@ class Scheduler:
         Raises:
             InternalError: the last plan has not come back through `update`.
         """
-        if self._in_step is not None:
+        if self._in_flight:
             raise InternalError("schedule() is called before the last plan came back through update()")
-        draft = _Draft(TokenBudget(self._max_tokens_per_step))
+        draft = StepDraft(TokenBudget(self._max_tokens_per_step))
         self._continue_running(draft)
         self._start_waiting(draft)
         moves = self._kv.begin_demotions(
@@ -169,14 +165,39 @@ class Scheduler:
         )
         if not draft.chunks and (self.num_running or self.num_waiting) and not self._kv.num_moves:
             raise InternalError(f"no request can run: {self._kv.usage()}")
-        self._in_step = draft.entries
-        finished, self._gone = tuple(self._gone), []
-        return StepPlan(
-            requests=tuple(draft.chunks),
-            moves=moves,
-            new_requests=tuple(draft.new_requests),
-            finished_requests=finished,
-        )
+        return self._close(draft, moves)
+
+    def schedule_ahead(self) -> StepPlan | None:
+        """Decide on the step behind the one whose plan is under way, before its tokens are known.
+
+        Returns:
+            A plan of `is_pending` requests, without moves or new requests; None if the next step depends on more than
+            the tokens of this one. What is computed for a request that ends with its token is dropped by `update`.
+        Raises:
+            InternalError: not exactly one plan is under way.
+        """
+        if len(self._in_flight) != 1:
+            raise InternalError(f"schedule_ahead() is called while {len(self._in_flight)} plans are under way")
+        if self._failed or self._may_start_one():
+            return None
+        lens = find_next_lens(self._queues.running(), self._in_flight[0].ends, self._kv, self._max_len)
+        if lens is None:
+            return None
+        draft = StepDraft(TokenBudget(self._max_tokens_per_step))
+        if len(lens) > draft.budget.num_left:
+            return None
+        for entry, num_tokens in lens:
+            if not self._kv.try_extend(_lease(entry), num_tokens, num_known_tokens=num_tokens):
+                raise InternalError(f"request {entry.request_id} does not fit, although there were enough blocks")
+            draft.add_pending(entry, num_tokens, self._kv.table(_lease(entry), num_tokens))
+        return self._close(draft, ())
+
+    def withdraw(self, plan: StepPlan) -> None:
+        """The last plan of `schedule_ahead` is not carried out."""
+        if len(self._in_flight) != 2 or not self._in_flight[-1].is_of(plan):
+            raise InternalError("withdraw() is called with a plan that is not the last one of schedule_ahead()")
+        self._in_flight.pop()
+        self._gone[:0] = plan.finished_requests
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Request]:
         """Take in what a step gave; returns the requests that got a token or ended in it, aborted ones excepted.
@@ -185,17 +206,19 @@ class Scheduler:
         `finish_reason` is STOP. It ends the answer only behind `min_output_tokens` other tokens.
 
         Raises:
-            InternalError: the result does not fit the plan, or the plan is not the last one.
+            InternalError: the result does not fit the plan, or the plan is not the one that is to come back next.
         """
-        in_step, self._in_step = self._in_step, None
-        if in_step is None or in_step.keys() != {chunk.request_id for chunk in plan.requests}:
-            raise InternalError("update() is called with a plan that is not the last one of schedule()")
+        if not self._in_flight or not self._in_flight[0].is_of(plan):
+            raise InternalError("update() is called with a plan that is not the next one of schedule()")
+        in_step = self._in_flight.popleft().entries
         _check_result(plan, result)
         self._kv.finish_moves(result.finished_moves, result.failed_moves)
         changed, self._failed = self._failed, []
         for chunk in plan.requests:
             entry = in_step[chunk.request_id]
             if entry.request.status is not RequestStatus.RUNNING:  # ended while the step ran
+                continue
+            if chunk.is_pending and entry.request.num_computed_tokens != chunk.start:  # its token did not come
                 continue
             error = result.failures.get(chunk.request_id)
             if (reason := result.out_of_memory.get(chunk.request_id)) is not None and error is None:
@@ -212,7 +235,7 @@ class Scheduler:
                 changed.append(entry.request)
         return changed
 
-    def _continue_running(self, draft: _Draft) -> None:
+    def _continue_running(self, draft: StepDraft) -> None:
         for entry in self._queues.running():
             if entry.request.status is not RequestStatus.RUNNING or not draft.budget.num_left:
                 return  # it yielded to an older one, and so did all behind it; or there is nothing left to give
@@ -220,9 +243,9 @@ class Scheduler:
             if self._kv.num_missing_blocks(None, num_tokens) > self._kv.num_blocks:
                 self._fail(entry)
             elif self._make_room(entry, num_tokens):
-                self._draft_chunk(entry, num_tokens, draft)
+                draft.add(entry, num_tokens, self._kv.table(_lease(entry), num_tokens))
 
-    def _start_waiting(self, draft: _Draft) -> None:
+    def _start_waiting(self, draft: StepDraft) -> None:
         while entry := self._queues.first_waiting:
             prefix = self._kv.find_prefix(entry.keys, entry.request.token_ids, entry.request.num_tokens)
             decision = decide_admission(self._admission_state(entry, prefix, draft.budget))
@@ -237,7 +260,7 @@ class Scheduler:
             num_tokens = _next_len(entry, draft)
             if not self._try_extend(entry, num_tokens):
                 raise InternalError(f"request {entry.request_id} was admitted, but does not fit")
-            self._draft_chunk(entry, num_tokens, draft)
+            draft.add(entry, num_tokens, self._kv.table(_lease(entry), num_tokens))
             if not entry.is_announced:
                 draft.new_requests.append(self._announce(entry))
 
@@ -252,21 +275,22 @@ class Scheduler:
     def _try_extend(self, entry: Entry, num_tokens: int) -> bool:
         return self._kv.try_extend(_lease(entry), num_tokens, num_known_tokens=entry.request.num_tokens)
 
-    def _draft_chunk(self, entry: Entry, num_tokens: int, draft: _Draft) -> None:
-        request, start = entry.request, entry.request.num_computed_tokens
-        is_sampled = num_tokens == request.num_tokens
-        draft.budget.take(num_tokens - start)
-        draft.entries[entry.request_id] = entry
-        draft.chunks.append(
-            ScheduledRequest(
-                request_id=entry.request_id,
-                token_ids=request.token_ids(start, num_tokens),
-                start=start,
-                blocks=self._kv.table(_lease(entry), num_tokens),
-                is_sampled=is_sampled,
-                allowed_tokens=request.allowed_tokens if is_sampled else None,
-            )
-        )
+    def _close(self, draft: StepDraft, moves: tuple[BlockMove, ...]) -> StepPlan:
+        finished, self._gone = self._gone, []
+        plan, in_flight = draft.close(moves, finished)
+        self._in_flight.append(in_flight)
+        return plan
+
+    def _may_start_one(self) -> bool:
+        """Whether the first waiting request could start, or could only be refused."""
+        entry = self._queues.first_waiting
+        if entry is None:
+            return False
+        if self._queues.num_running >= self._max_running_requests:
+            return False
+        prefix = self._kv.find_prefix(entry.keys, entry.request.token_ids, entry.request.num_tokens)
+        state = self._admission_state(entry, prefix, TokenBudget(self._max_tokens_per_step))
+        return decide_admission(state) is not Admission.NO_BLOCKS
 
     def _skip(self, entry: Entry, num_tokens: int) -> None:
         """The first tokens of a request that starts are there already."""
@@ -375,7 +399,7 @@ class Scheduler:
             entry.lease = None
 
 
-def _next_len(entry: Entry, draft: _Draft) -> int:
+def _next_len(entry: Entry, draft: StepDraft) -> int:
     num_computed = entry.request.num_computed_tokens
     num_wanted = entry.request.num_tokens - num_computed
     return num_computed + draft.budget.offer(min(num_wanted, entry.max_chunk or num_wanted))

@@ -1,6 +1,7 @@
 """`Answer`: the choices of one HTTP request while they run; `Answers`: all that are open, by their id."""
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
@@ -8,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ambidex.core.errors import AmbidexError, InternalError, RequestFailedError
+from ambidex.core.errors import AmbidexError, EngineLostError, InternalError, RequestFailedError
 from ambidex.core.request import FinishReason, Request
-from ambidex.engine.async_ import AsyncLLM, Reply
+from ambidex.engine.client import EngineClient, Reply
 from ambidex.engine.outputs import RequestOutput
 from ambidex.server.errors import unavailable
 from ambidex.server.metrics import Metrics
@@ -18,8 +19,8 @@ from ambidex.server.service import EngineService
 
 logger = logging.getLogger(__name__)
 
-RESTART_S: Final = 60.0
-"""How long a queued answer waits for a failed engine to be built anew."""
+PROGRESS_S: Final = 1.0
+"""How long a stream waits for the engine to say how far its prompt is."""
 
 
 @dataclass(slots=True)
@@ -88,9 +89,18 @@ class Answer:
 
     Args:
         requests: checked requests, one a choice.
+        is_stream: what has been read is sent at once: an answer of which something was read cannot begin anew.
     """
 
-    def __init__(self, answer_id: str, service: EngineService, requests: Sequence[Request], metrics: Metrics) -> None:
+    def __init__(
+        self,
+        answer_id: str,
+        service: EngineService,
+        requests: Sequence[Request],
+        metrics: Metrics,
+        *,
+        is_stream: bool = False,
+    ) -> None:
         self.id = answer_id
         self.begun_s = time.monotonic()
         self.first_token_s: float | None = None
@@ -101,8 +111,10 @@ class Answer:
         self._leave: list[Callable[[], None]] = []
         self._news = _News()
         self._error: AmbidexError | None = None
+        self._is_stream = is_stream
         self._has_shown = False
-        self._llm: AsyncLLM | None = None
+        self._llm: EngineClient | None = None
+        self._restart: asyncio.Task[None] | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -119,17 +131,14 @@ class Answer:
         """Tokens of all choices so far."""
         return sum(choice.num_tokens for choice in self._choices)
 
-    @property
-    def progress(self) -> tuple[int, int]:
+    async def progress(self) -> tuple[int, int]:
         """Prompt tokens that are computed, and in all."""
-        llm = self._llm
-        if llm is None:
-            return 0, self.num_prompt_tokens
-        done = sum(
-            min(llm.num_computed_tokens(choice.request.request_id), len(choice.request.prompt_token_ids))
-            for choice in self._choices
-        )
-        return done, self.num_prompt_tokens
+        prompts = {choice.request.request_id: len(choice.request.prompt_token_ids) for choice in self._choices}
+        computed = [0] * len(prompts)
+        if self._llm is not None:
+            with contextlib.suppress(TimeoutError, AmbidexError):  # a stalled or lost engine has computed nothing
+                computed = await asyncio.wait_for(self._llm.num_computed_tokens(list(prompts)), PROGRESS_S)
+        return sum(map(min, computed, prompts.values())), sum(prompts.values())
 
     def start(self) -> None:
         """Queue all choices.
@@ -149,8 +158,8 @@ class Answer:
         while True:
             if not await self._news.wait(timeout_s):
                 return []
-            if isinstance(self._error, InternalError) and not self._has_shown:
-                await self._start_again()
+            if isinstance(self._error, InternalError | EngineLostError) and not self._has_shown:
+                self._begin_again()
                 continue
             if self._error is not None:
                 raise self._error
@@ -166,12 +175,17 @@ class Answer:
                 choice.is_finished = output.is_finished
                 news.append((idx, output))
             if news:
-                self._has_shown = True
+                self._has_shown = self._is_stream
                 return news
 
     def end(self) -> None:
         """Nobody reads any more: whatever still runs is ended and frees its memory."""
         self._news.close()
+        if self._restart is not None:
+            self._restart.cancel()
+        self._leave_all()
+
+    def _leave_all(self) -> None:
         for choice, leave in zip(self._choices, self._leave, strict=False):
             if not choice.is_finished:
                 leave()
@@ -188,28 +202,41 @@ class Answer:
             for choice in self._choices:
                 await self._llm.abort(choice.request.request_id)
 
-    def _submit(self, llm: AsyncLLM) -> None:
+    def _submit(self, llm: EngineClient) -> None:
         self._llm = llm
         for idx, choice in enumerate(self._choices):
-            self._leave.append(llm.submit(choice.request, functools.partial(self._put, idx)))
+            if not choice.is_finished:
+                self._leave.append(llm.submit(choice.request, functools.partial(self._put, idx)))
+
+    def _begin_again(self) -> None:
+        """Queue the choices at the engine that is built in place of the failed one, when it is there: nothing has been
+        sent yet. Meanwhile the reader waits as for any news."""
+        self._error = None
+        self._leave_all()
+        self._llm = None
+        if self._restart is not None:
+            self._restart.cancel()
+        self._restart = asyncio.get_running_loop().create_task(self._start_again())
 
     async def _start_again(self) -> None:
-        """Queue the choices at the engine that is built in place of the failed one: nothing has been shown yet."""
-        self.end()
-        llm = await self._service.wait(RESTART_S)
-        self._error = None
-        for choice in self._choices:
-            old = choice.request
-            choice.request = llm.make_request(
-                old.prompt_token_ids,
-                old.params,
-                tenant=old.tenant,
-                cache_salt=old.cache_salt,
-                priority=old.priority,
-            )
-            choice.latest, choice.held = None, ""
-        logger.warning("answer %s is queued again", self.id)
-        self._submit(llm)
+        try:
+            llm = await self._service.wait()
+            for choice in self._choices:
+                old = choice.request
+                choice.request = llm.text.make_request(
+                    old.prompt_token_ids,
+                    old.params,
+                    tenant=old.tenant,
+                    cache_salt=old.cache_salt,
+                    priority=old.priority,
+                )
+                choice.latest, choice.held = None, ""
+                choice.last_token_s, choice.num_tokens = None, 0
+            logger.warning("answer %s is queued again", self.id)
+            self._submit(llm)
+        except AmbidexError as error:
+            self._error = error
+            self._news.set()
 
     def _put(self, idx: int, reply: Reply) -> None:
         if isinstance(reply, AmbidexError):

@@ -62,7 +62,7 @@ class ServerApp:
     ) -> None:
         self.service = service
         self.answers = Answers(config.max_queue)
-        self.metrics = Metrics(self._engine_status, self._gauges)
+        self.metrics = Metrics(self._gauges)
         self._on_failed = on_failed
         self._handlers = Handlers(
             config=config,
@@ -105,10 +105,6 @@ class ServerApp:
     async def _run_engine(self) -> None:
         await self.service.run()
         self._on_failed()
-
-    def _engine_status(self) -> Any:
-        is_there = self.service.state is EngineState.READY
-        return self.service.engine().status() if is_there else None
 
     def _gauges(self) -> dict[str, float]:
         return {

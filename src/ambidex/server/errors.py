@@ -11,6 +11,7 @@ from ambidex.core.errors import (
     AmbidexError,
     CallerError,
     ContextLengthError,
+    EngineLostError,
     InternalError,
     MachineError,
     RequestFailedError,
@@ -111,6 +112,8 @@ def answer_for(error: BaseException) -> ErrorAnswer:
         case CallerError():
             param = _PARAMS.get(str(error).partition(" ")[0].rstrip(":"))
             return ErrorAnswer(status=400, message=_text(error), type="invalid_request_error", param=param)
+        case EngineLostError():
+            return ErrorAnswer(status=500, message=_text(error), type="server_error", code="engine_failed")
         case MachineError():
             return ErrorAnswer(status=503, message=_text(error), type="service_unavailable", code="machine_error")
         case RequestFailedError():

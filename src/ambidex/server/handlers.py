@@ -11,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from ambidex.core.request import GuideKind, Request, SamplingParams
-from ambidex.engine.async_ import AsyncLLM
+from ambidex.engine.client import EngineClient
 from ambidex.server.answers import Answer, Answers
 from ambidex.server.bodies import Parsed, read_body
 from ambidex.server.config import ServerConfig, ToolFormat
@@ -64,10 +64,10 @@ class Handlers:
         messages = message_values(body.messages)
         tool_values = [tool.model_dump(exclude_none=True) for tool in tools] or None
         num_chars = sum(len(message["content"] or "") for message in messages)
-        prompt = await _aside(num_chars, lambda: llm.render_chat(messages, tool_values))
+        prompt = await _aside(num_chars, lambda: llm.text.render_chat(messages, tool_values))
         names = frozenset(tool.function.name for tool in tools)
         writer = ChatWriter(
-            llm.tokenizer,
+            llm.text.tokenizer,
             body.n or 1,
             make_reader=None if kind is None else lambda: ToolReader(kind, names),
             max_calls=1 if body.parallel_tool_calls is False else None,
@@ -83,7 +83,7 @@ class Handlers:
         self._check_choices(len(texts) * (body.n or 1))
         num_chars = sum(len(text) for text in texts if isinstance(text, str))
         prompts = await _aside(num_chars, lambda: [_encode(llm, text) for text in texts])
-        writer = CompletionWriter(llm.tokenizer, len(prompts) * (body.n or 1))
+        writer = CompletionWriter(llm.text.tokenizer, len(prompts) * (body.n or 1))
         return await self._generate(http, llm, parsed, prompts, params, writer, prefix="cmpl", param="prompt")
 
     async def models(self, http: HttpRequest) -> Response:
@@ -116,20 +116,22 @@ class Handlers:
             messages = message_values(body.messages)
             tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None
             num_chars = sum(len(message["content"] or "") for message in messages)
-            ids = await _aside(num_chars, lambda: llm.render_chat(messages, tools))
+            ids = await _aside(num_chars, lambda: llm.text.render_chat(messages, tools))
         else:
             text = body.prompt or ""
-            ids = await _aside(len(text), lambda: llm.tokenizer.encode(text, add_special=body.add_special_tokens))
+            ids = await _aside(len(text), lambda: llm.text.tokenizer.encode(text, add_special=body.add_special_tokens))
         return JSONResponse(
-            _with_warnings({"count": len(ids), "max_model_len": llm.max_context_len, "tokens": ids}, parsed.warnings)
+            _with_warnings(
+                {"count": len(ids), "max_model_len": llm.text.facts.max_context_len, "tokens": ids}, parsed.warnings
+            )
         )
 
     async def detokenize(self, http: HttpRequest) -> Response:
         """`POST /detokenize`."""
         parsed = await read_body(http, DetokenizeRequest, is_lenient=self.config.lenient)
         llm = self._engine(parsed.body.model)
-        llm.check_token_ids("tokens", parsed.body.tokens)
-        text = llm.tokenizer.decode(parsed.body.tokens, skip_special=False)
+        llm.text.check_ids("tokens", parsed.body.tokens)
+        text = llm.text.tokenizer.decode(parsed.body.tokens, skip_special=False)
         return JSONResponse(_with_warnings({"prompt": text}, parsed.warnings))
 
     async def abort(self, http: HttpRequest) -> Response:
@@ -158,13 +160,14 @@ class Handlers:
     async def metrics_text(self, http: HttpRequest) -> Response:
         """`GET /metrics`."""
         del http
-        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = self.metrics.text(await self.service.find_status())
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def status(self, http: HttpRequest) -> Response:
         """`GET /v1/ambidex/status`: settings, and the counters from which the page makes rates."""
         del http
         llm = self.service.engine()
-        status = llm.status()
+        status = await self.service.status()
         stats = status.stats
         return JSONResponse(
             {
@@ -175,7 +178,7 @@ class Handlers:
                 "num_running": status.num_running,
                 "num_open": self.answers.num_choices,
                 "max_queue": self.config.max_queue,
-                "max_context_len": llm.max_context_len,
+                "max_context_len": llm.text.facts.max_context_len,
                 "num_restarts": self.service.num_restarts,
                 "num_steps": stats.num_steps,
                 "num_computed_tokens": stats.num_computed_tokens,
@@ -206,7 +209,7 @@ class Handlers:
     async def cache(self, http: HttpRequest) -> Response:
         """`GET /v1/ambidex/cache`: what the prefix cache keeps and has done."""
         del http
-        stats = self.service.engine().status().stats
+        stats = (await self.service.status()).stats
         return JSONResponse(
             {
                 "cached_bytes": stats.cached_bytes,
@@ -225,7 +228,7 @@ class Handlers:
     async def _generate(
         self,
         http: HttpRequest,
-        llm: AsyncLLM,
+        llm: EngineClient,
         parsed: Parsed[Any],
         prompts: Sequence[list[int]],
         params: SamplingParams,
@@ -244,7 +247,7 @@ class Handlers:
         requests = await self._make_requests(llm, prompts, params, body, record_of(http).tenant)
         if body.user:
             record_of(http).fields["user"] = body.user
-        answer = Answer(f"{prefix}-{uuid4().hex}", self.service, requests, self.metrics)
+        answer = Answer(f"{prefix}-{uuid4().hex}", self.service, requests, self.metrics, is_stream=bool(body.stream))
         generation = Generation(
             answer=answer,
             writer=writer,
@@ -261,11 +264,11 @@ class Handlers:
         return await generation.respond(http, self.answers, self.metrics)
 
     async def _make_requests(
-        self, llm: AsyncLLM, prompts: Sequence[list[int]], params: SamplingParams, body: Sampling, tenant: str
+        self, llm: EngineClient, prompts: Sequence[list[int]], params: SamplingParams, body: Sampling, tenant: str
     ) -> list[Request]:
         def make() -> list[Request]:
             return [
-                llm.make_request(
+                llm.text.make_request(
                     prompt,
                     for_choice(params, idx),
                     tenant=tenant,
@@ -276,17 +279,20 @@ class Handlers:
                 for idx in range(body.n or 1)
             ]
 
-        if params.guide is None:
-            return await _aside(4 * sum(map(len, prompts)), make)
+        if params.guide is not None:
+            await self._check_guide(llm, params, params.guide[0])
+        return await _aside(4 * sum(map(len, prompts)), make)
+
+    async def _check_guide(self, llm: EngineClient, params: SamplingParams, kind: GuideKind) -> None:
         try:
-            return await asyncio.wait_for(asyncio.to_thread(make), self.config.guide_s or None)
+            await asyncio.wait_for(llm.check_guide(params), self.config.guide_s or None)
         except TimeoutError:
             raise bad_request(
-                f"{params.guide[0]} takes longer than {self.config.guide_s:g} s to compile (--guide-s): simplify it",
-                param="response_format" if params.guide[0] is GuideKind.JSON_SCHEMA else "structured_outputs",
+                f"{kind} takes longer than {self.config.guide_s:g} s to compile (--guide-s): simplify it",
+                param="response_format" if kind is GuideKind.JSON_SCHEMA else "structured_outputs",
             ) from None
 
-    def _engine(self, model: str | None) -> AsyncLLM:
+    def _engine(self, model: str | None) -> EngineClient:
         if model is not None:
             self._check_model(model)
         return self.service.engine()
@@ -309,7 +315,7 @@ class Handlers:
             )
 
     def _check_length(
-        self, llm: AsyncLLM, prompt: list[int], params: SamplingParams, param: str, body: Sampling
+        self, llm: EngineClient, prompt: list[int], params: SamplingParams, param: str, body: Sampling
     ) -> None:
         limit = self.config.max_prompt_tokens
         if limit is not None and len(prompt) > limit:
@@ -319,22 +325,22 @@ class Handlers:
                 code="context_length_exceeded",
             )
         num_output = params.max_output_tokens or 0
-        if len(prompt) + max(1, num_output) > llm.max_context_len:
+        if len(prompt) + max(1, num_output) > llm.text.facts.max_context_len:
             is_newer = isinstance(body, ChatRequest) and body.max_completion_tokens is not None
             raise context_length(
                 len(prompt),
                 num_output,
-                llm.max_context_len,
+                llm.text.facts.max_context_len,
                 prompt_param=param,
                 output_param="max_completion_tokens" if is_newer else "max_tokens",
             )
 
-    def _tool_format(self, llm: AsyncLLM, tools: Sequence[Tool]) -> ToolFormat | None:
+    def _tool_format(self, llm: EngineClient, tools: Sequence[Tool]) -> ToolFormat | None:
         if not tools:
             return None
         if self.config.tool_format is not ToolFormat.AUTO:
             return self.config.tool_format
-        kind = find_tool_format(llm.chat_template_source)
+        kind = find_tool_format(llm.text.chat_template.source)
         if kind is None:
             raise bad_request(
                 "the model's chat template shows no way to call tools: leave tools out, or start the server with "
@@ -351,7 +357,7 @@ class Handlers:
             "object": "model",
             "created": 0,
             "owned_by": "ambidex",
-            "max_model_len": llm.max_context_len,
+            "max_model_len": llm.text.facts.max_context_len,
         }
 
 
@@ -360,10 +366,10 @@ async def _aside(num_chars: int, work: Callable[[], T]) -> T:
     return work() if num_chars < LONG_TEXT_CHARS else await asyncio.to_thread(work)
 
 
-def _encode(llm: AsyncLLM, text: str | list[int]) -> list[int]:
+def _encode(llm: EngineClient, text: str | list[int]) -> list[int]:
     if not text:
         raise bad_request("the prompt is empty: give at least one character or token", param="prompt")
-    return llm.tokenizer.encode(text) if isinstance(text, str) else text
+    return llm.text.tokenizer.encode(text) if isinstance(text, str) else text
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

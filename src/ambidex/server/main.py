@@ -13,10 +13,10 @@ import uvicorn
 
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import AmbidexError, ConfigError, InternalError
-from ambidex.engine.async_ import AsyncLLM
 from ambidex.server.app import ServerApp
 from ambidex.server.config import LogFormat, ServerConfig
-from ambidex.server.service import EngineService, MakeEngine, Progress
+from ambidex.server.service import EngineService, Progress
+from ambidex.server.worker.client import WorkerEngine
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +31,12 @@ def serve(
     config: ServerConfig,
     engine_config: EngineConfig,
     *,
-    make: MakeEngine | None = None,
     version: str = "0",
     on_bound: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Serve a model until SIGTERM or Ctrl-C.
+    """Serve a model until SIGTERM or Ctrl-C; its engine runs in a process of its own.
 
     Args:
-        make: builds the engine; default: `AsyncLLM(engine_config)`.
         on_bound: called with the URL when the port is taken, before the model loads.
     Raises:
         ConfigError: the settings are not safe, or the address cannot be listened on.
@@ -48,10 +46,10 @@ def serve(
     listener = bind(config)
     set_up_log(config.log_format)
 
-    def make_engine(progress: Progress) -> AsyncLLM:
-        return AsyncLLM(engine_config.keeping_prefixes(), progress=progress)
+    async def start_engine(progress: Progress) -> WorkerEngine:
+        return await WorkerEngine.start(engine_config.keeping_prefixes(), progress=progress, silence_s=config.stall_s)
 
-    service = EngineService(make or make_engine, stall_s=config.stall_s)
+    service = EngineService(start_engine, stall_s=config.stall_s)
     app = ServerApp(
         service,
         config,

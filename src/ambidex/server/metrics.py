@@ -21,11 +21,10 @@ class Metrics:
     """The metrics of one server.
 
     Args:
-        status: of the engine, None while there is none.
         state: names and values of gauges of the server itself.
     """
 
-    def __init__(self, status: Callable[[], EngineStatus | None], state: Callable[[], dict[str, float]]) -> None:
+    def __init__(self, state: Callable[[], dict[str, float]]) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         self.requests = Counter(
             "ambidex_http_requests", "HTTP requests answered", ("route", "status"), registry=self._registry
@@ -43,10 +42,16 @@ class Metrics:
         self.prompt_tokens = Counter("ambidex_prompt_tokens", "tokens of prompts taken in", registry=self._registry)
         self.answer_tokens = Counter("ambidex_answer_tokens", "tokens of ended answers", registry=self._registry)
         self.finished = Counter("ambidex_answers", "ended answers", ("reason",), registry=self._registry)
-        self._registry.register(_EngineCollector(status, state))
+        self._engine = _EngineCollector(state)
+        self._registry.register(self._engine)
 
-    def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+    def text(self, status: EngineStatus | None) -> bytes:
+        """All metrics in Prometheus' text format.
+
+        Args:
+            status: of the engine as it stands; None: there is none, or it says nothing.
+        """
+        self._engine.status = status
         return generate_latest(self._registry)
 
 
@@ -71,17 +76,17 @@ class LoopHistogram(Collector):
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's own counters when Prometheus asks."""
+    """The engine's own counters, as they stood when Prometheus asked."""
 
-    def __init__(self, status: Callable[[], EngineStatus | None], state: Callable[[], dict[str, float]]) -> None:
-        self._status = status
+    def __init__(self, state: Callable[[], dict[str, float]]) -> None:
+        self.status: EngineStatus | None = None
         self._state = state
 
     def collect(self) -> Iterator[Metric]:
         """The metrics as they stand."""
         for name, value in self._state().items():
             yield GaugeMetricFamily(f"ambidex_{name}", name.replace("_", " "), value=value)
-        status = self._status()
+        status = self.status
         if status is None:
             return
         stats = status.stats

@@ -10,14 +10,15 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from ambidex.core.errors import AmbidexError
-from ambidex.engine.async_ import AsyncLLM
+from ambidex.core.errors import AmbidexError, EngineLostError
+from ambidex.engine.client import EngineClient
 from ambidex.engine.pulse import Stage
+from ambidex.engine.status import EngineStatus
 from ambidex.server.errors import unavailable
 
 logger = logging.getLogger(__name__)
@@ -25,12 +26,16 @@ logger = logging.getLogger(__name__)
 MAX_RESTARTS: Final = 3
 """Within `RESTART_WINDOW_S`: an engine that fails more often is not healed by building it anew."""
 RESTART_WINDOW_S: Final = 300.0
-POLL_S: Final = 0.2
+FIRST_DELAY_S: Final = 0.5
+"""Before the second restart in a row; it doubles with each. The first comes at once."""
+POLL_S: Final = 0.1
+STATUS_S: Final = 2.0
+"""An engine says where it stands at once, also in the middle of a step; one that does not stands still."""
 PROBE_S: Final = 2.0
 """An idle engine answers a message at once; one that computes is judged by the age of its stage."""
 
 Progress = Callable[[int, int], None]
-MakeEngine = Callable[[Progress], AsyncLLM]
+MakeEngine = Callable[[Progress], Awaitable[EngineClient]]
 
 
 class EngineState(StrEnum):
@@ -55,7 +60,7 @@ class Readiness:
 
 
 class EngineService:
-    """Builds the engine in a thread, watches it, and builds it anew when it has failed.
+    """Builds the engine, watches it, and builds it anew when it has failed.
 
     Args:
         make: builds the engine; called with what takes (bytes read, bytes in all).
@@ -65,27 +70,29 @@ class EngineService:
     def __init__(self, make: MakeEngine, *, stall_s: float) -> None:
         self._make = make
         self._stall_s = stall_s
-        self._llm: AsyncLLM | None = None
+        self._llm: EngineClient | None = None
         self._changed = asyncio.Event()
         self._starts: list[float] = []
-        self.state = EngineState.LOADING
+        self._state = EngineState.LOADING
         self.error: AmbidexError | Exception | None = None
         self.loaded_bytes = (0, 0)
         self.num_restarts = 0
 
+    @property
+    def state(self) -> EngineState:
+        """Where the engine stands now."""
+        is_lost = self._state is EngineState.READY and self._llm is not None and self._llm.fault is not None
+        return EngineState.RESTARTING if is_lost else self._state
+
     async def run(self) -> None:
         """Load, then watch until the engine cannot be mended or the task is cancelled."""
         try:
-            while await self._load():
-                llm = self._llm
-                while llm is not None and llm.fault is None:
-                    await asyncio.sleep(POLL_S)
-                if not self._begin_restart():
-                    return
+            while await self._run_engine() and await self._begin_restart():
+                pass
         finally:
             await self._close()
 
-    def engine(self) -> AsyncLLM:
+    def engine(self) -> EngineClient:
         """The engine.
 
         Raises:
@@ -103,28 +110,53 @@ class EngineService:
         message = texts.get(self.state, "the server is shutting down")
         raise unavailable(message, code=f"engine_{self.state}")
 
-    async def wait(self, timeout_s: float) -> AsyncLLM:
+    async def wait(self) -> EngineClient:
         """The engine, once it is there.
 
         Raises:
-            RefusedError: it is not there in time, or never will be.
+            RefusedError: it never will be.
         """
-        deadline = time.monotonic() + timeout_s
-        while self.state in (EngineState.LOADING, EngineState.RESTARTING) or self._has_fault():
-            if time.monotonic() > deadline:
-                break
+        while self.state in (EngineState.LOADING, EngineState.RESTARTING):
             await asyncio.sleep(POLL_S)
         return self.engine()
+
+    async def status(self) -> EngineStatus:
+        """Counters and queue of the engine.
+
+        Raises:
+            RefusedError: it is not ready, or says nothing; 503.
+        """
+        try:
+            return await asyncio.wait_for(self.engine().status(), STATUS_S)
+        except TimeoutError:
+            raise unavailable("the engine does not answer: try again soon", code="engine_stalled") from None
+        except EngineLostError as error:
+            raise unavailable(f"{error}: try again soon", code="engine_restarting") from None
+
+    async def find_status(self) -> EngineStatus | None:
+        """The same, None in place of an error."""
+        with contextlib.suppress(AmbidexError):
+            return await self.status()
+        return None
 
     async def readiness(self) -> Readiness:
         """Whether a token was produced lately or can be."""
         llm = self._llm
-        if llm is None or self.state is not EngineState.READY or llm.fault is not None:
-            return Readiness(is_ready=False, status=EngineState.RESTARTING if self._has_fault() else self.state)
-        if llm.status().beat.stage is Stage.IDLE:
+        if llm is None or self.state is not EngineState.READY:
+            return Readiness(is_ready=False, status=self.state)
+        status = await self.find_status()
+        if status is not None and status.beat.stage is Stage.IDLE:
             with contextlib.suppress(TimeoutError, AmbidexError):  # what the stage says decides
                 await asyncio.wait_for(llm.probe(), PROBE_S)
-        status, now = llm.status(), time.monotonic()
+            status = await self.find_status()
+        if status is None:
+            is_silent = self.state is EngineState.READY
+            return Readiness(
+                is_ready=False,
+                status="stalled" if is_silent else self.state,
+                stage="answering nothing" if is_silent else None,
+            )
+        now = time.monotonic()
         age = None if status.last_token_s is None else now - status.last_token_s
         stage_s = now - status.beat.since_s
         is_stalled = status.beat.stage is not Stage.IDLE and stage_s > self._stall_s
@@ -136,47 +168,54 @@ class EngineService:
             last_token_age_s=None if age is None else round(age, 3),
         )
 
-    def _has_fault(self) -> bool:
-        return self._llm is not None and self._llm.fault is not None and self.state is EngineState.READY
-
-    async def _load(self) -> bool:
+    async def _run_engine(self) -> bool:
+        """Build the engine and watch it until it fails; false if it cannot be built."""
         self._starts.append(time.monotonic())
         try:
-            self._llm = await asyncio.to_thread(self._make, self._note_progress)
+            llm = self._llm = await self._make(self._note_progress)
             _freeze_heap()
         except Exception as error:
-            self.error, self.state = error, EngineState.FAILED
+            self.error = error
+            if isinstance(error, EngineLostError) and self._state is EngineState.RESTARTING:
+                return True  # it has been built before
+            self._state = EngineState.FAILED
             if not isinstance(error, AmbidexError):
                 logger.exception("the engine could not be built")
             return False
-        self.state = EngineState.READY
+        self._state = EngineState.READY
         logger.info("the model is ready after %.1f s", time.monotonic() - self._starts[-1])
+        while llm.fault is None:
+            await asyncio.sleep(POLL_S)
+        self.error = llm.fault
         return True
 
-    def _begin_restart(self) -> bool:
+    async def _begin_restart(self) -> bool:
         llm, self._llm = self._llm, None
-        self.error = llm.fault if llm is not None else None
         recent = [start for start in self._starts if time.monotonic() - start < RESTART_WINDOW_S]
-        if len(recent) > MAX_RESTARTS:
-            self.state = EngineState.FAILED
+        is_last = len(recent) > MAX_RESTARTS
+        self._state = EngineState.FAILED if is_last else EngineState.RESTARTING
+        if llm is not None:
+            await llm.close()  # its memory is needed for the next one
+        del llm
+        if is_last:
             logger.error(
                 "the engine failed %d times in %.0f s: giving up: %s", len(recent), RESTART_WINDOW_S, self.error
             )
             return False
-        self.state = EngineState.RESTARTING
         self.num_restarts += 1
-        logger.error("the engine failed and is built anew: %s", self.error)
-        del llm
+        delay_s = 0.0 if len(recent) == 1 else FIRST_DELAY_S * 2 ** (len(recent) - 2)
+        logger.error("the engine failed and is built anew in %g s: %s", delay_s, self.error)
         gc.unfreeze()
-        gc.collect()  # its memory is needed for the next one
+        gc.collect()
+        await asyncio.sleep(delay_s)
         return True
 
     def _note_progress(self, done: int, total: int) -> None:
         self.loaded_bytes = (done, total)
 
     async def _close(self) -> None:
-        if self.state is not EngineState.FAILED:
-            self.state = EngineState.CLOSED
+        if self._state is not EngineState.FAILED:
+            self._state = EngineState.CLOSED
         if self._llm is not None:
             await self._llm.close()
 

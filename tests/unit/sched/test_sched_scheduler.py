@@ -191,7 +191,7 @@ def test_update_with_another_plan_raises() -> None:
     scheduler, _ = make_scheduler()
     scheduler.add(make_request(A))
     scheduler.schedule()
-    with pytest.raises(InternalError, match="not the last one"):
+    with pytest.raises(InternalError, match="not the next one"):
         scheduler.update(StepPlan(), StepResult())
 
 

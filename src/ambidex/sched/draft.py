@@ -1,0 +1,79 @@
+"""`StepDraft`: a step while it is put together; `InFlight`: what is kept of its plan until that comes back."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ambidex.core.ids import RequestId
+from ambidex.core.step import BlockMove, BlockRef, NewRequest, ScheduledRequest, StepPlan
+from ambidex.sched.budget import TokenBudget
+from ambidex.sched.entry import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A plan that has not come back."""
+
+    entries: Mapping[RequestId, Entry]
+    ends: Mapping[RequestId, int]
+    """By request whose next token is sampled: the tokens that are computed of it then."""
+
+    def is_of(self, plan: StepPlan) -> bool:
+        """Whether it is this plan, by its requests."""
+        return self.entries.keys() == {chunk.request_id for chunk in plan.requests}
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """A step that is being put together."""
+
+    budget: TokenBudget
+    chunks: list[ScheduledRequest] = field(default_factory=list)
+    new_requests: list[NewRequest] = field(default_factory=list)
+    entries: dict[RequestId, Entry] = field(default_factory=dict)
+
+    def add(self, entry: Entry, num_tokens: int, blocks: tuple[BlockRef, ...]) -> None:
+        """Compute a request's tokens up to `num_tokens`; its blocks cover them."""
+        request, start = entry.request, entry.request.num_computed_tokens
+        is_sampled = num_tokens == request.num_tokens
+        self.budget.take(num_tokens - start)
+        self.entries[entry.request_id] = entry
+        self.chunks.append(
+            ScheduledRequest(
+                request_id=entry.request_id,
+                token_ids=request.token_ids(start, num_tokens),
+                start=start,
+                blocks=blocks,
+                is_sampled=is_sampled,
+                allowed_tokens=request.allowed_tokens if is_sampled else None,
+            )
+        )
+
+    def add_pending(self, entry: Entry, num_tokens: int, blocks: tuple[BlockRef, ...]) -> None:
+        """Compute the token of a request that the running step gives it, the last of `num_tokens`."""
+        self.budget.take(1)
+        self.entries[entry.request_id] = entry
+        self.chunks.append(
+            ScheduledRequest(
+                request_id=entry.request_id,
+                token_ids=(0,),
+                start=num_tokens - 1,
+                blocks=blocks,
+                is_sampled=True,
+                is_pending=True,
+            )
+        )
+
+    def close(self, moves: tuple[BlockMove, ...], finished: Sequence[RequestId]) -> tuple[StepPlan, InFlight]:
+        """The plan, and what to keep of it.
+
+        Args:
+            finished: requests that the executor may forget.
+        """
+        ends = {chunk.request_id: chunk.start + len(chunk.token_ids) for chunk in self.chunks if chunk.is_sampled}
+        plan = StepPlan(
+            requests=tuple(self.chunks),
+            moves=moves,
+            new_requests=tuple(self.new_requests),
+            finished_requests=tuple(finished),
+        )
+        return plan, InFlight(self.entries, ends)
