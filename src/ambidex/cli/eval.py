@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ambidex.cli.bench import MAX_COUNT, CountList
+from ambidex.cli.lists import MAX_COUNT, CountList
 from ambidex.cli.session import SettingsCommand
 from ambidex.cli.settings import ENGINE_SETTINGS, VerbOption
 from ambidex.cli.show import loading_bar, print_table, print_text, say

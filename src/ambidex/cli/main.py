@@ -17,6 +17,7 @@ import click
 
 from ambidex.cli.bench import BenchGroup
 from ambidex.cli.cache import CacheGroup
+from ambidex.cli.calibrate import CalibrateCommand
 from ambidex.cli.chat import ChatCommand
 from ambidex.cli.config_file import closest
 from ambidex.cli.doctor import DoctorCommand
@@ -59,7 +60,7 @@ class AmbidexCommand(click.Group):
             ],
             commands=[
                 GenerateCommand(), ChatCommand(), ServeCommand(), CacheGroup(), BenchGroup(), EvalGroup(),
-                PlanCommand(), ModelsCommand(), DoctorCommand(),
+                CalibrateCommand(), PlanCommand(), ModelsCommand(), DoctorCommand(),
             ],
         )  # fmt: skip
 

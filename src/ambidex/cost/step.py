@@ -13,11 +13,18 @@ A layer's phases follow each other; in each, GPU and CPU work side by side. So a
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 from ambidex.core.errors import InternalError
 from ambidex.core.placement import Placement, WeightSplit
 from ambidex.cost.units import LayerUnits, StepUnits
 from ambidex.cost.workload import KVShares
+
+ATTENTION_WEIGHTS: Final = "attention's weights"
+ATTENTION: Final = "attention"
+MLP_WEIGHTS: Final = "MLP's weights"
+HEAD: Final = "head"
+FIXED: Final = "norms, activations, launches; scheduling"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +101,11 @@ def predict_step(units: StepUnits, placement: Placement, kv: KVShares) -> StepPr
     head = placement.head
     phases.append(
         _Phase(
-            "head", (head.on_gpu + head.streamed) * units.gpu_head_s, head.on_cpu * units.cpu_head_s,
+            HEAD, (head.on_gpu + head.streamed) * units.gpu_head_s, head.on_cpu * units.cpu_head_s,
             units.head_handover_s,
         )
     )  # fmt: skip
-    fixed = units.fixed_s + (units.launch_s if any(split.on_cpu for split in placement.splits()) else 0.0)
+    fixed = units.fixed_s
     path = fixed + sum(phase.path_s for phase in phases)
     idle = fixed + sum(phase.handover_s if phase.cpu_s > 0 else phase.gpu_s for phase in phases)
     weights_read, weights_streamed = _weights_bytes(units, placement)
@@ -123,16 +130,14 @@ def _layer_phases(
 ) -> tuple[_Phase, _Phase, _Phase]:
     return (
         _Phase(
-            "attention's weights",
+            ATTENTION_WEIGHTS,
             (attention.on_gpu + attention.streamed) * layer.gpu_attention_s,
             attention.on_cpu * layer.cpu_attention_s,
             units.attention_handover_s,
         ),
+        _Phase(ATTENTION, (kv.on_gpu + kv.streamed) * layer.gpu_kv_s, kv.on_cpu * layer.cpu_kv_s, units.kv_handover_s),
         _Phase(
-            "attention", (kv.on_gpu + kv.streamed) * layer.gpu_kv_s, kv.on_cpu * layer.cpu_kv_s, units.kv_handover_s
-        ),
-        _Phase(
-            "MLP's weights",
+            MLP_WEIGHTS,
             (mlp.on_gpu + mlp.streamed) * layer.gpu_mlp_s,
             mlp.on_cpu * layer.cpu_mlp_s,
             units.mlp_handover_s,
@@ -153,7 +158,7 @@ def _sum_terms(
     units: StepUnits, fixed_s: float, phases: list[_Phase], weights_streamed: float, kv_streamed: float
 ) -> tuple[tuple[str, float], ...]:
     near = units.accelerator
-    found = {f"{near}: norms, activations, launches; scheduling": fixed_s}
+    found = {f"{near}: {FIXED}": fixed_s}
     for phase in phases:
         for side, seconds in ((near, phase.gpu_s), ("CPU", phase.cpu_s)):
             found[f"{side}: {phase.name}"] = found.get(f"{side}: {phase.name}", 0.0) + seconds

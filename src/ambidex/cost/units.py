@@ -60,8 +60,6 @@ class StepUnits:
     cpu_head_s: float
     fixed_s: float
     """Scheduling, sampling, norms and activations: on the GPU's path, whatever the placement."""
-    launch_s: float
-    """More than that if the CPU multiplies weights: such a step is launched op by op, not recorded."""
     attention_handover_s: float
     """Of q, k, v and of the output projection together."""
     kv_handover_s: float
@@ -142,7 +140,6 @@ def make_units(
         cpu_head_s=factor.cpu_weights * terms.product_s(weights.head, cpu.products, num_tokens=batch),
         fixed_s=factor.fixed
         * (terms.step_s(cpu.step_s, cpu.request_s, batch=batch) + spec.num_layers * accelerator.layer_s),
-        launch_s=factor.fixed * spec.num_layers * (profile.gpu.launch_s if profile.gpu is not None else 0.0),
         kv_gpu_bytes=num_tokens * gpu_kv.bytes_per_token,
         kv_dram_bytes=num_tokens * host_kv.bytes_per_token,
         least_kv_on_gpu=min(1.0, batch * LEAST_GPU_BLOCKS * BLOCK_SIZE / num_tokens),

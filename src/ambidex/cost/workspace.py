@@ -21,8 +21,8 @@ def workspace_bytes(spec: ModelSpec, *, max_tokens: int, max_rows: int, max_cont
         max_tokens: tokens of a step.
         max_rows: rows of logits of a step (running requests).
         num_bytes: bytes of a number in the compute format.
-    Formula: hidden states, residual, q, k, v and attention outputs in fp32 while states merge, gate, up and their
-    product; logits and their sorted fp64 copy; K and V of one request and layer, gathered.
+    Formula: hidden states, residual, and whichever is more: q, k, v and attention outputs in fp32 while states merge,
+    or gate, up and their product; logits and their sorted fp64 copy; K and V of one request and layer, gathered.
     """
     logits = max_rows * spec.vocab_size * (4 + 4 + 8 * 4)
     gathered = 2 * 2 * max_context_len * spec.num_kv_heads * spec.head_dim * num_bytes
@@ -46,6 +46,5 @@ def graph_bytes(spec: ModelSpec, buckets: Sequence[int], *, num_bytes: int) -> i
 
 def _activation_bytes(spec: ModelSpec, num_bytes: int) -> int:
     """Of one token."""
-    per_token = 4 * spec.hidden_size + 3 * spec.intermediate_size + 3 * spec.num_q_heads * spec.head_dim
-    attention = 3 * 4 * spec.num_q_heads * spec.head_dim
-    return per_token * num_bytes + attention
+    attention = 3 * (num_bytes + 4) * spec.num_q_heads * spec.head_dim
+    return 4 * spec.hidden_size * num_bytes + max(3 * spec.intermediate_size * num_bytes, attention)

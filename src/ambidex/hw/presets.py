@@ -27,9 +27,6 @@ GPU_ATTENTION: Final = 0.62
 """Of the data sheet's bytes/s: 1.88 GB of keys and values more took 0.62 ms (decode_gpu, 2K, 16K tokens)."""
 GPU_LAYER_S: Final = 15e-6
 """Of a recorded step with one token: (4.88 ms − products 4.0 − attention's reads − scheduling) / 32 layers."""
-GPU_LAUNCH_S: Final = 0.7e-3
-"""More than that in a step that is not recorded: 27.3 ms against 4.9 with 32 layers (eager_h200, decode_gpu). It is the
-host's Python that takes it."""
 DRAM_READ: Final = 0.80
 """Of channels × transfers/s × 8 bytes: what plain reads by all cores of a desktop or server reach. The machine of the
 records is a share of a larger one, so that its data sheet says nothing of it; this figure is an assumption."""
@@ -161,7 +158,6 @@ def gpu_rates(name: str) -> GpuRates:
         products=roofline(GPU_PRODUCT_READ * sheet.bytes_per_s, flops),
         attention_bytes_per_s=GPU_ATTENTION * sheet.bytes_per_s,
         layer_s=GPU_LAYER_S,
-        launch_s=GPU_LAUNCH_S,
     )
 
 

@@ -95,8 +95,7 @@ class Products:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuRates:
     """One GPU: bytes, bytes/s and seconds. `layer_s` is what a layer takes besides products and attention: its norms,
-    activations and the launches of a recorded step; `launch_s` is what a layer takes more in one that is launched op by
-    op, as steps are in which the CPU multiplies weights."""
+    activations and the launches of a recorded step."""
 
     name: str
     memory_bytes: int
@@ -104,7 +103,6 @@ class GpuRates:
     products: Products
     attention_bytes_per_s: float
     layer_s: float
-    launch_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

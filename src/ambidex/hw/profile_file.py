@@ -198,7 +198,6 @@ def _parse_gpu(fields: _Fields) -> GpuRates:
         products=_parse_products(fields),
         attention_bytes_per_s=fields.number("attention_bytes_per_s"),
         layer_s=fields.number("layer_s"),
-        launch_s=fields.number("launch_s"),
     )
     fields.end()
     return gpu

@@ -68,7 +68,7 @@ class AmbidexLM(LM):
         self._teacher: Teacher | None = Teacher(self._config)
         self._llm: LLM | None = None
         self._tokenizer = self._teacher.engine.tokenizer
-        self._chat_template = self._teacher.engine.chat_template
+        self._chat_template = self._teacher.engine.text.chat_template
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log-probability in nats, whether it is what greedy decoding gives) of each continuation."""

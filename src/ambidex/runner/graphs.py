@@ -237,7 +237,8 @@ class DecodeSteps:
         if self._stream is not None and batches is not None:
             self._stream.finish()
         if self._balance is not None and host.keys is not None and host.weights is None:
-            self._batch.stream_share = self._balance.update(host.keys.num_last / self._spec.num_layers)
+            cpu_last = host.keys.num_last / self._spec.num_layers
+            self._batch.stream_share = self._balance.update(cpu_last, self._batch.streamed_share)
         return True
 
     @property

@@ -50,6 +50,10 @@ def _head_bytes(problem: PlacementProblem) -> int:
     return 0 if problem.is_head_whole else problem.units.head_bytes
 
 
+def _kv_bytes(problem: PlacementProblem, kv: KVShares) -> float:
+    return max(problem.least_kv_bytes, kv.on_gpu * problem.units.kv_gpu_bytes)
+
+
 def _layer_bytes(problem: PlacementProblem) -> list[int]:
     return [layer.attention_bytes + layer.mlp_bytes for layer in problem.units.layers]
 
@@ -104,7 +108,8 @@ def _all_cpu(problem: PlacementProblem, on_cpu: bool) -> Candidate | None:
 def _weights_first(problem: PlacementProblem, on_cpu: bool) -> Candidate | None:
     units = problem.units
     free = _free(problem)
-    weights = min(free - units.least_kv_on_gpu * units.kv_gpu_bytes, sum(_layer_bytes(problem)) + _head_bytes(problem))
+    least_kv = max(problem.least_kv_bytes, units.least_kv_on_gpu * units.kv_gpu_bytes)
+    weights = min(free - least_kv, sum(_layer_bytes(problem)) + _head_bytes(problem))
     kv = keys_in(problem, free - max(0.0, weights), on_cpu=on_cpu)
     return None if kv is None else (_evenly(problem, weights), kv)
 
@@ -112,13 +117,13 @@ def _weights_first(problem: PlacementProblem, on_cpu: bool) -> Candidate | None:
 def _kv_first(problem: PlacementProblem, on_cpu: bool) -> Candidate | None:
     free = _free(problem)
     kv = keys_in(problem, free, on_cpu=on_cpu)
-    return None if kv is None else (_evenly(problem, free - kv.on_gpu * problem.units.kv_gpu_bytes), kv)
+    return None if kv is None else (_evenly(problem, free - _kv_bytes(problem, kv)), kv)
 
 
 def _half_half(problem: PlacementProblem, on_cpu: bool) -> Candidate | None:
     units, free = problem.units, _free(problem)
     kv = keys_in(problem, max(free / 2, units.least_kv_on_gpu * units.kv_gpu_bytes), on_cpu=on_cpu)
-    return None if kv is None else (_evenly(problem, free - kv.on_gpu * units.kv_gpu_bytes), kv)
+    return None if kv is None else (_evenly(problem, free - _kv_bytes(problem, kv)), kv)
 
 
 BASELINES: Final[Mapping[str, Callable[[PlacementProblem, bool], Candidate | None]]] = {

@@ -9,7 +9,7 @@ from ambidex.core.model_spec import ModelSpec
 from ambidex.core.step import make_buckets
 from ambidex.core.units import GIB, MIB
 from ambidex.cost.prefill import PrefillPrediction, predict_prefill
-from ambidex.cost.units import BLOCK_SIZE, Coefficients, kv_specs, make_units
+from ambidex.cost.units import BLOCK_SIZE, LEAST_GPU_BLOCKS, Coefficients, kv_specs, make_units
 from ambidex.cost.weights import ModelWeights
 from ambidex.cost.workload import Workload
 from ambidex.cost.workspace import STEP_STREAM_SHARE, graph_bytes, workspace_bytes
@@ -36,6 +36,8 @@ class PlanRequest:
     workload: Workload
     gpu_bytes: int | None = None
     dram_bytes: int | None = None
+    most_batch: int = 1
+    """Requests that must find room for their first and newest keys on the GPU, also if this workload has fewer."""
     pins: Pins = field(default_factory=Pins)
 
 
@@ -77,23 +79,29 @@ def make_problem(request: PlanRequest, coefficients: Coefficients | None = None)
     else:
         budget = request.gpu_bytes if request.gpu_bytes is not None else int(SHARE_OF_GPU * gpu.memory_bytes)
     number_bytes = request.dtype.num_bytes if gpu is not None else DType.FP32.num_bytes
-    most_context = max(workload.context, workload.prompt)
+    most_context, most_batch = max(workload.context, workload.prompt), max(request.most_batch, workload.batch)
     fixed = request.weights.other_bytes + workspace_bytes(
-        spec, max_tokens=workload.chunk, max_rows=workload.batch, max_context_len=most_context, num_bytes=number_bytes
+        spec,
+        max_tokens=workload.chunk,
+        max_rows=max(request.most_batch, workload.batch),
+        max_context_len=most_context,
+        num_bytes=number_bytes,
     )
     if gpu is not None:
-        fixed += graph_bytes(spec, make_buckets(workload.batch), num_bytes=number_bytes)
+        fixed += graph_bytes(spec, make_buckets(most_batch), num_bytes=number_bytes)
         _, host_kv = kv_specs(spec, dtype=request.dtype, kv_dtype=workload.kv_dtype)
         fixed += StreamBuffers.of(
-            host_kv, max_context_len=most_context, number_bytes=number_bytes, max_requests=workload.batch,
+            host_kv, max_context_len=most_context, number_bytes=number_bytes, max_requests=most_batch,
             step_bytes=int(STEP_STREAM_SHARE * budget),
         ).num_bytes  # fmt: skip
+    gpu_kv, _ = kv_specs(spec, dtype=request.dtype, kv_dtype=workload.kv_dtype)
     return PlacementProblem(
         units=make_units(
             spec, request.weights, profile, workload, dtype=request.dtype, coefficients=coefficients
         ),
         gpu_bytes=budget,
         gpu_fixed_bytes=fixed,
+        least_kv_bytes=0 if most_batch == workload.batch else most_batch * LEAST_GPU_BLOCKS * gpu_kv.bytes_per_block,
         ring_bytes=min(RING_BYTES, int(RING_SHARE * budget)) if gpu is not None else 0,
         dram_bytes=request.dram_bytes if gpu is not None else None,
         is_head_whole=spec.tie_embeddings,

@@ -49,6 +49,8 @@ class PlacementProblem:
     gpu_bytes: int
     gpu_fixed_bytes: int = 0
     ring_bytes: int = 0
+    least_kv_bytes: int = 0
+    """Of GPU memory kept for keys, whatever this workload's: other traffic will need them."""
     dram_bytes: int | None = None
     is_head_whole: bool = False
     pins: Pins = Pins()
@@ -91,7 +93,7 @@ def measure_memory(problem: PlacementProblem, placement: Placement, kv: KVShares
             "weights": round(on_gpu),
             "embedding, norms, workspace": problem.gpu_fixed_bytes,
             "buffers of weights on their way": 0 if placement.is_all_on_gpu else problem.ring_bytes,
-            "keys and values": round(kv.on_gpu * units.kv_gpu_bytes),
+            "keys and values": max(problem.least_kv_bytes, round(kv.on_gpu * units.kv_gpu_bytes)),
         },
         dram={
             "weights, multiplied there": round(on_cpu),

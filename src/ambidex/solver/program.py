@@ -59,13 +59,12 @@ class Group:
 class Form:
     """What is allowed, and paid for, in a program.
 
-    `cpu_attends`: the CPU attends over keys in DRAM, for a handover a layer. `cpu_multiplies`: it multiplies weights,
-    in steps that are not recorded. `weights_travel`: there are buffers for weights on their way.
+    `cpu_attends`: the CPU attends over keys in DRAM, for a handover a layer. `weights_leave`: weights may lie in DRAM,
+    for buffers on the GPU through which they travel.
     """
 
     cpu_attends: bool
-    cpu_multiplies: bool
-    weights_travel: bool
+    weights_leave: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +173,7 @@ class _Program:
         counts = []
         for name, split_cpu in _classes(idx):
             pinned = (group.attention, group.mlp)
-            is_possible = (self._form.cpu_multiplies or not any(split_cpu)) and all(
+            is_possible = (self._form.weights_leave or not any(split_cpu)) and all(
                 split is None or (split.on_cpu > 0) == has_cpu for split, has_cpu in zip(pinned, split_cpu, strict=True)
             )
             num = self._add(f"{name}.n", 0, num_layers if is_possible else 0, is_integer=True)
@@ -212,7 +211,7 @@ class _Program:
         pinned: WeightSplit | None,
     ) -> None:
         """Attention or MLP of a class."""
-        allowed = {"gpu": True, "cpu": has_cpu, "stream": self._form.weights_travel}
+        allowed = {"gpu": True, "cpu": has_cpu, "stream": self._form.weights_leave}
         gpu, cpu, stream = (self._add(f"{name}.{lane}", 0, np.inf if allowed[lane] else 0.0) for lane in LANES)
         self._row({gpu: 1.0, cpu: 1.0, stream: 1.0, num: -1.0}, 0.0, 0.0)
         if pinned is not None:
@@ -263,7 +262,7 @@ class _Program:
     def _add_head(self) -> None:
         """The last projection."""
         units, pinned = self._units, self._problem.pinned_head
-        allowed = {"gpu": True, "cpu": self._form.cpu_multiplies, "stream": self._form.weights_travel}
+        allowed = {"gpu": True, "cpu": self._form.weights_leave, "stream": self._form.weights_leave}
         gpu, cpu, stream = (self._add(f"head.{lane}", 0.0, float(allowed[lane])) for lane in LANES)
         has_cpu = self._add("head.has_cpu", 0, 1, is_integer=True)
         self._row({gpu: 1.0, cpu: 1.0, stream: 1.0}, 1.0, 1.0)
@@ -282,12 +281,16 @@ class _Program:
 
     def _add_budgets(self, is_relaxed: bool) -> None:
         problem = self._problem
-        ring = problem.ring_bytes if self._form.weights_travel or self._form.cpu_multiplies else 0
+        ring = problem.ring_bytes if self._form.weights_leave else 0
         room = problem.gpu_bytes - problem.gpu_fixed_bytes - ring - MARGIN_BYTES
         slack: Row = {}
         if is_relaxed:
             slack = {self._add(f"slack.{name}"): -1.0 for name in ("gpu", "dram")}
-        self._row(self._gpu | {name: value for name, value in slack.items() if "gpu" in name}, high=room / GIB)
+        more = {name: value for name, value in slack.items() if "gpu" in name}
+        self._row(self._gpu | more, high=room / GIB)
+        if problem.least_kv_bytes:
+            weights = {name: value for name, value in self._gpu.items() if name != "kv.gpu"}
+            self._row(weights | more, high=(room - problem.least_kv_bytes) / GIB)
         if problem.dram_bytes is not None:
             more = {name: value for name, value in slack.items() if "dram" in name}
             self._row(self._dram | more, high=(problem.dram_bytes - MARGIN_BYTES) / GIB)
@@ -299,7 +302,7 @@ class _Program:
         copies = {name: num * units.link_s_per_byte * MS for name, num in self._streamed.items()}
         reads = {name: num * units.beside_s_per_byte * MS for name, num in (self._read | self._streamed).items()}
         idle_share = 1 - units.copies_share
-        fixed = (units.fixed_s + (units.launch_s if self._form.cpu_multiplies else 0.0)) * MS
+        fixed = units.fixed_s * MS
         idle = {name: value * idle_share for name, value in self._idle.items()}
         idle_fixed = fixed
         if self._form.cpu_attends:

@@ -34,12 +34,11 @@ def make_layer(attention_mib: float, mlp_mib: float, kv_mib: float, *, gpu: floa
 
 def make_units(
     layers: tuple[LayerUnits, ...], *, head_mib: float = 30, link: float = 25, beside: float = 60,
-    handover_s: float = 2e-5, launch_s: float = 1e-4, gpu: float = 900, cpu: float = 50,
+    handover_s: float = 2e-5, gpu: float = 900, cpu: float = 50,
 ) -> StepUnits:  # fmt: skip
     head, kv = int(head_mib * MIB), sum(layer.kv_bytes for layer in layers)
     return StepUnits(
         layers=layers, head_bytes=head, gpu_head_s=head / gpu / 1e9, cpu_head_s=head / cpu / 1e9, fixed_s=3e-4,
-        launch_s=launch_s,
         attention_handover_s=2 * handover_s, kv_handover_s=handover_s, mlp_handover_s=handover_s,
         head_handover_s=handover_s, link_s_per_byte=1e-9 / link, beside_s_per_byte=1e-9 / beside,
         copies_share=min(1.0, link / beside), kv_gpu_bytes=kv, kv_dram_bytes=kv, least_kv_on_gpu=0.05, batch=1,
@@ -65,7 +64,7 @@ def problems(draw: st.DrawFn) -> PlacementProblem:
     layers = tuple(kind for kind in kinds for _ in range(draw(st.integers(1, 4))))
     units = make_units(
         layers, head_mib=draw(sizes), link=link, beside=max(cpu, link) * draw(st.floats(1, 2)),
-        handover_s=draw(st.sampled_from([0.0, 1e-5, 1e-4, 1e-3])), launch_s=draw(st.sampled_from([0.0, 1e-2])),
+        handover_s=draw(st.sampled_from([0.0, 1e-5, 1e-4, 1e-3])),
         gpu=gpu, cpu=cpu,
     )  # fmt: skip
     total = sum(layer.attention_bytes + layer.mlp_bytes + layer.kv_bytes for layer in layers) + units.head_bytes
