@@ -17,7 +17,7 @@ using Scales = Array<const float, 3>;
 inline std::size_t padded(std::size_t head_dim) { return (head_dim + 31) / 32 * 32; }
 
 inline const float* scales_of(const char* name, const std::optional<Scales>& scales, const ConstBytes<4>& records,
-                       bool is_int8) {
+                              bool is_int8) {
   AMBIDEX_CHECK(scales.has_value() == is_int8, name, ": scales go with int8 and with nothing else");
   if (!is_int8) return nullptr;
   for (std::size_t axis = 0; axis < 3; ++axis) check_size(name, "Hkv N P", *scales, axis, records.shape(axis));
@@ -25,10 +25,10 @@ inline const float* scales_of(const char* name, const std::optional<Scales>& sca
 }
 
 // All but the keys.
-inline AttendCall make_call(const ConstBytes<3>& q, std::string_view q_number, const ConstBytes<4>& k, const ConstBytes<4>& v,
-                     std::string_view number, const std::optional<Scales>& k_scales,
-                     const std::optional<Scales>& v_scales, float scale, const Array<float, 3>& out,
-                     const Array<float, 2>& lse) {
+inline AttendCall make_call(const ConstBytes<3>& q, std::string_view q_number, const ConstBytes<4>& k,
+                            const ConstBytes<4>& v, std::string_view number, const std::optional<Scales>& k_scales,
+                            const std::optional<Scales>& v_scales, float scale, const Array<float, 3>& out,
+                            const Array<float, 2>& lse) {
   AttendCall call{};
   call.number = find_number(number);
   call.q_number = find_number(q_number);
