@@ -138,7 +138,7 @@ def test_policies_that_choose_read_less(folder: Path) -> None:
 def test_a_model_with_windows_is_refused_at_start(policy: str, tmp_path: Path) -> None:
     folder = make_engine_folder(tmp_path, "mistral")
     with pytest.raises(
-        UnsupportedModelError, match=rf"--policy {policy} cannot serve this mistral model: 2 of its layers"
+        UnsupportedModelError, match=rf"`policy` {policy} cannot serve this mistral model: 2 of its layers"
     ):
         LLM(str(folder), policy=policy)
 
@@ -146,7 +146,7 @@ def test_a_model_with_windows_is_refused_at_start(policy: str, tmp_path: Path) -
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_model_with_biases_for_positions_is_refused_at_start(policy: PolicyName) -> None:
     spec = replace(make_spec(), alibi_slopes=(0.5,) * 6)
-    with pytest.raises(UnsupportedModelError, match=rf"--policy {policy} cannot serve .*alibi"):
+    with pytest.raises(UnsupportedModelError, match=rf"`policy` {policy} cannot serve .*alibi"):
         make_policy(resolve_policy(EngineConfig(model="m", policy=policy)), spec)
 
 
