@@ -97,7 +97,7 @@ class PlanCommand(click.Command):
                            help="budget of DRAM; default: what this machine has free, presets have no limit"),
                 VerbOption(["--pin"], multiple=True, metavar="PART=WHERE",
                            help="decide a part: mlp.0-9=cpu, attention=gpu:0.5,cpu:0.5, head=gpu, kv=gpu:0.2,cpu:0.8"),
-                VerbOption(["--placement"], type=path, help="place the weights as this file says, and keys around them"),
+                VerbOption(["--placement"], type=path, help="place weights as this file says, and keys around them"),
                 VerbOption(["-o", "--output"], type=path, help="write the placement to this file"),
                 VerbOption(["--explain"], is_flag=True, help="show what the time consists of, and simpler placements"),
                 VerbOption(["as_json", "--json"], is_flag=True, help="print one JSON object instead of tables"),
