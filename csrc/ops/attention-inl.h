@@ -212,6 +212,22 @@ inline void hide_keys(const AttendRange& range, const Piece& piece, float* score
   for (std::size_t i = piece.first_key < end ? end - piece.first_key : 0; i < size; ++i) scores[i] = -INFINITY;
 }
 
+// Scores of a row fall with the distance of each key; the slope is divided by the scale that scores are still to get.
+inline void tilt_row(const AttendCall& call, const AttendRange& range, const Piece& piece, std::size_t row,
+                     float* scores) {
+  alignas(64) static constexpr float kSteps[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const std::size_t head = range.kv_head * call.group_size + row % call.group_size;
+  const int64_t position = range.row_positions[range.first_row + row / call.group_size];
+  const std::size_t block_size = call.tiles.block_size;
+  const Lanes slope = Lanes::broadcast(call.slopes[head] / call.scale);
+  for (std::size_t i = 0; i < piece.num_units && i < kPieceUnits; ++i) {
+    const std::size_t key = piece.first_key + 16 * i;
+    const int64_t first = range.block_positions[key / block_size] + static_cast<int64_t>(key % block_size);
+    const Lanes distance = Lanes::load(kSteps) + Lanes::broadcast(static_cast<float>(first - position));  // not positive
+    mul_add(slope, distance, Lanes::load(scores + 16 * i)).store(scores + 16 * i);
+  }
+}
+
 // Scores of a row become probs, its sum and out follow the new top.
 template <class Form>
 inline void soften_row(const Piece& piece, std::size_t row, std::size_t rows, std::size_t dim, float scale,
@@ -345,6 +361,7 @@ void attend_as(const AttendCall& call, const AttendRange& range, char* workspace
           (Lanes::load(scores + i) * Lanes::load(k_scales + i)).store(scores + i);
         }
       }
+      if (call.slopes != nullptr) tilt_row(call, range, piece, row, scores);
       if (is_edge) hide_keys(range, piece, scores);
       soften_row<Form>(piece, row, rows, dim, scale, v_scales, ws);
     }

@@ -78,8 +78,7 @@ def plan_json(model: str, plan: Plan) -> dict[str, Any]:
             "date": profile.date,
         },
         "workload": {name: getattr(workload, name) for name in ("batch", "context", "prompt", "chunk")},
-        "placement": placement_json(solution.placement),
-        "kv": _shares_json(solution.kv),
+        "placement": placement_json(solution.placement, solution.kv),
         "kv_gpu_tokens": plan.kv_gpu_tokens,
         "stream_percent": plan.stream_percent,
         "found_by": solution.how,
@@ -192,10 +191,6 @@ def _percents(split: WeightSplit | KVShares) -> tuple[str, str, str]:
         f"{100 * share:.1f} %" if share else "" for share in (split.on_gpu, split.on_cpu, split.streamed)
     )
     return gpu, cpu, stream
-
-
-def _shares_json(kv: KVShares) -> dict[str, float]:
-    return {"on_gpu": kv.on_gpu, "on_cpu": kv.on_cpu, "streamed": kv.streamed}
 
 
 def _ms(seconds: float) -> str:

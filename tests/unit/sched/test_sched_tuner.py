@@ -4,69 +4,22 @@ The model is OPT-30B's shape in bf16 (60 GB), the machine a card with 32 GB; its
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cache
+from dataclasses import replace
 from itertools import groupby
 
 import pytest
 
-from ambidex.core.dtypes import DType
-from ambidex.core.model_spec import Activation, ModelSpec, OptSpec
 from ambidex.core.placement import Placement, WeightSplit
 from ambidex.cost.fit import LaneSeconds, correct, distance, lane_terms, predict_lanes
 from ambidex.cost.units import Coefficients
-from ambidex.cost.weights import count_weights
-from ambidex.cost.workload import KVShares, Workload
-from ambidex.hw.presets import make_profile
-from ambidex.sched.plan_world import PlanWorld, redirect
+from ambidex.cost.workload import KVShares
+from ambidex.sched.plan_world import redirect
 from ambidex.sched.simulated import Phase, SimulatedMachine, SimulatedStep, replay, simulate
-from ambidex.sched.tuner import Kind, TunerState, Where, bucket_of, tune
-from ambidex.solver.planning import PlanRequest
+from ambidex.sched.tuner import Kind, TunerState, bucket_of, tune
+from tuner_traces import BUSY_LINK, NOISE, SCENARIOS, best, run, world
 
-OPT_30B = ModelSpec(
-    architecture="opt", num_layers=48, hidden_size=7168, intermediate_size=28672, num_q_heads=56, num_kv_heads=56,
-    head_dim=128, vocab_size=50272, max_context_len=2048, norm_eps=1e-5, activation=Activation.RELU, rope=None,
-    windows=(None,) * 48, tie_embeddings=True, qkv_bias=True, out_bias=True, mlp_bias=True, dtype=DType.BF16,
-    opt=OptSpec(word_embed_dim=7168, norm_before=True, final_norm=True),
-)  # fmt: skip
-HALF_THE_THREADS = Coefficients(cpu_weights=2.0, cpu_attention=2.0)
-BUSY_LINK = Coefficients(link=2.5)
-SCENARIOS = {
-    "batch 1, 64, 1": [Phase(num_steps=50, batch=batch, context=256) for batch in (1, 64, 1)],
-    "half the CPU threads vanish": [
-        Phase(num_steps=40, batch=8, context=512), Phase(num_steps=50, batch=8, context=512, true=HALF_THE_THREADS),
-    ],
-    "the link is slowed": [
-        Phase(num_steps=40, batch=16, context=512), Phase(num_steps=50, batch=16, context=512, true=BUSY_LINK),
-        Phase(num_steps=50, batch=16, context=512),
-    ],
-}  # fmt: skip
-NOISE = 0.03
-"""Relative, of what is measured of a step. Less than that is not below anything: nobody could see it."""
 RECOVERED_BY = 30
 """Steps after a change, from which the tuner must be near the best."""
-
-
-@cache
-def world() -> PlanWorld:
-    return PlanWorld(
-        PlanRequest(
-            spec=OPT_30B, weights=count_weights(OPT_30B), dtype=DType.BF16,
-            profile=make_profile("rtx5090", "ddr5-8ch", "pcie4x16"),
-            workload=Workload(batch=1, context=256, prompt=256, chunk=512), gpu_bytes=32 * 10**9,
-            most_batch=64,
-        )
-    )  # fmt: skip
-
-
-def best(batch: int, context: int, coefficients: Coefficients | None = None) -> Where:
-    return world().solve(bucket_of(batch, context), coefficients or Coefficients())
-
-
-@cache
-def run(name: str) -> tuple[SimulatedStep, ...]:
-    phases = SCENARIOS[name]
-    start = best(phases[0].batch, phases[0].context)
-    return tuple(simulate(world(), phases, start=start, noise=NOISE, seed=3))
 
 
 def phases_of(steps: Sequence[SimulatedStep]) -> Iterator[list[SimulatedStep]]:
@@ -96,8 +49,10 @@ def test_something_was_gained_and_every_move_was_judged(name: str) -> None:
     decisions = [step.decision for step in steps if step.decision is not None]
     moves = [d for d in decisions if d.kind is Kind.MOVE]
     assert moves
-    for kept in (d for d in decisions if d.kind is Kind.KEPT):
-        assert kept.measured_s == pytest.approx(kept.predicted_s, rel=0.15)
+    assert all(d.measured_s is not None for d in decisions if d.kind is not Kind.MOVE)
+    # By the last one the coefficients have followed: what was predicted is what came of it.
+    last = [d for d in decisions if d.kind is Kind.KEPT][-1]
+    assert last.measured_s == pytest.approx(last.predicted_s, rel=0.05)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -143,9 +98,7 @@ def test_a_move_that_makes_steps_slower_is_taken_back_and_not_tried_again() -> N
         step, seconds = machine.run(calm if idx < 10 else rough)
         is_elsewhere = step.where.placement != start.placement
         slow = seconds * 4 if is_elsewhere else seconds
-        step = type(step)(
-            batch=8, context=512, seconds=slow, lanes=step.lanes, where=step.where, is_moving=step.is_moving
-        )
+        step = replace(step, seconds=slow)
         state, decision = tune(state, step, world())
         if decision is not None:
             kinds.append(decision.kind)
@@ -179,3 +132,16 @@ def test_buckets_are_powers_of_two() -> None:
     assert bucket_of(1, 1) == (1, 1)
     assert bucket_of(3, 513) == (4, 1024)
     assert bucket_of(64, 512) == (64, 512)
+
+
+def test_a_hiccup_of_one_step_teaches_nothing() -> None:
+    start = best(8, 512)
+    machine, state = SimulatedMachine(world(), start, noise=0.0), TunerState(target=start)
+    for idx in range(20):
+        step, _ = machine.run(Phase(num_steps=1, batch=8, context=512))
+        if idx == 10:
+            lanes = LaneSeconds(gpu=10 * step.lanes.gpu, cpu=10 * step.lanes.cpu, link=step.lanes.link)
+            step = replace(step, lanes=lanes, seconds=10 * step.seconds)
+        state, decision = tune(state, step, world())
+        assert decision is None
+    assert distance(state.coefficients, Coefficients()) < 1e-6
