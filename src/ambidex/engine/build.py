@@ -4,7 +4,6 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -55,6 +54,7 @@ from ambidex.engine.weights_plan import (
     chunk_bytes_for,
     describe_split,
     fill_placement,
+    read_placement,
 )
 from ambidex.formats.locate import ModelSource, find_model
 from ambidex.formats.spec import read_spec
@@ -93,7 +93,6 @@ from ambidex.runner.torch_threads import TorchThreads
 from ambidex.runner.tracing import LaneTracing, trace_lanes
 from ambidex.runner.verified import VerifiedExecutor
 from ambidex.sched.scheduler import Scheduler
-from ambidex.solver.placement_file import read_placement
 from ambidex.storage.checksums import BlockChecksums, VerifiedCopy
 from ambidex.storage.copy import CopyBlock, CopyEngine, copy_block
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
@@ -384,7 +383,7 @@ def _choose_weights(
     ring = ring or RingSizes(chunk_bytes=chunk_bytes_for(budget), num_slots=NUM_SLOTS)
     chunk_size = ring.chunk_bytes // dtype.num_bytes
     if config.placement is not None:
-        placement, why = read_placement(Path(config.placement)), f"as {config.placement} says"
+        placement, why = read_placement(config.placement, spec.num_layers), f"as {config.placement} says"
     else:
         least_kv = kv.specs[Tier.GPU].num_blocks(config.kv_gpu_tokens or 0) * kv.specs[Tier.GPU].bytes_per_block
         wanted, why = config.weights_gpu_memory, "asked for"
