@@ -97,7 +97,7 @@ class PlanCommand(click.Command):
                            help="budget of DRAM; default: what this machine has free, presets have no limit"),
                 VerbOption(["--pin"], multiple=True, metavar="PART=WHERE",
                            help="decide a part: mlp.0-9=cpu, attention=gpu:0.5,cpu:0.5, head=gpu, kv=gpu:0.2,cpu:0.8"),
-                VerbOption(["--placement"], type=path, help="place weights as this file says, and keys around them"),
+                VerbOption(["--placement"], type=path, help="obey the parts that this file names, and solve the rest"),
                 VerbOption(["-o", "--output"], type=path, help="write the placement to this file"),
                 VerbOption(["--explain"], is_flag=True, help="show what the time consists of, and simpler placements"),
                 VerbOption(["as_json", "--json"], is_flag=True, help="print one JSON object instead of tables"),
@@ -126,7 +126,7 @@ def plan(ctx: click.Context, /, *, model: str, explain: bool, as_json: bool, out
                 print_text("")
             print_table(table.columns, table.rows, title=table.title)
     if output is not None:
-        write_json(output, placement_json(found.solution.placement))
+        write_json(output, placement_json(found.solution.placement, found.solution.kv))
         say(f"placement written to {output}")
     return 0
 
@@ -136,7 +136,7 @@ def _make_request(services: Services, model: str, words: dict[str, Any]) -> "Pla
     from ambidex.cost.workload import Workload
     from ambidex.formats.locate import find_model
     from ambidex.formats.spec import read_spec
-    from ambidex.solver.placement_file import join_pins, parse_pins, pin_all, read_placement
+    from ambidex.solver.placement_file import join_pins, parse_words, read_pins
     from ambidex.solver.planning import PlanRequest
 
     spec = read_spec(find_model(model))
@@ -149,15 +149,9 @@ def _make_request(services: Services, model: str, words: dict[str, Any]) -> "Pla
     kind = words["weights"]
     dtype = _choose_dtype(spec.dtype, is_quantized=spec.is_quantized or kind not in (None, *DType), on_gpu=profile.gpu)
     weights = count_weights(spec, dtype=dtype, kind=kind)
-    pins = parse_pins(words["pin"], spec.num_layers)
+    pins = parse_words(words["pin"], spec.num_layers)
     if words["placement"] is not None:
-        placement = read_placement(words["placement"])
-        if len(placement.layers) != spec.num_layers:
-            raise ConfigError(
-                f"--placement {words['placement']} has {len(placement.layers)} layers, the model {spec.num_layers}: "
-                f"it is another model's"
-            )
-        pins = join_pins(pin_all(placement), pins)
+        pins = join_pins(read_pins(words["placement"], spec.num_layers), pins)
     dram = words["dram_memory"]
     if dram is None and profile.machine is not None:
         dram = _free_dram(services)

@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -57,6 +56,7 @@ from ambidex.engine.weights_plan import (
     chunk_bytes_for,
     describe_split,
     fill_placement,
+    read_placement,
 )
 from ambidex.formats.locate import ModelSource, find_model
 from ambidex.formats.spec import read_spec
@@ -97,7 +97,6 @@ from ambidex.runner.torch_threads import TorchThreads
 from ambidex.runner.tracing import LaneTracing, trace_lanes
 from ambidex.runner.verified import VerifiedExecutor
 from ambidex.sched.scheduler import Scheduler
-from ambidex.solver.placement_file import read_placement
 from ambidex.storage.checksums import BlockChecksums, VerifiedCopy
 from ambidex.storage.copy import CopyBlock, CopyEngine, copy_block
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
@@ -420,7 +419,7 @@ def _choose_weights(
         if placement.is_all_on_gpu:
             return _Weights(placement=None, why=why, ring=ring, bytes=WeightBytes(on_gpu=total), auto=auto)
     elif config.placement is not None:
-        placement, why = read_placement(Path(config.placement)), f"as {config.placement} says"
+        placement, why = read_placement(config.placement, spec.num_layers), f"as {config.placement} says"
     else:
         least_kv = kv.specs[Tier.GPU].num_blocks(config.kv_gpu_tokens or 0) * kv.specs[Tier.GPU].bytes_per_block
         wanted, why = config.weights_gpu_memory, "asked for"

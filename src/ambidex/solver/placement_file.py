@@ -1,17 +1,15 @@
-"""Placements as JSON files, and pinned parts as words.
+"""Placements as JSON files, and pinned parts as words: both say the same, a file for all parts or for some of them.
 
-    {"layers": [{"attention": {"on_gpu": 1.0}, "mlp": {"on_gpu": 0.5, "on_cpu": 0.3, "streamed": 0.2}}, …],
-     "head": {"on_cpu": 1.0}}
+{"version": 1,
+ "layers": [{"layers": "0-39", "attention": "gpu", "mlp": {"gpu": 0.5, "cpu": 0.3, "stream": 0.2}}, …],
+ "head": "gpu", "kv": {"gpu": 0.25, "cpu": 0.75}}
 
-one entry for each layer; a part that is left out lies on the GPU, a share that is left out is 0.
-
-    mlp.0-39=gpu:0.5,cpu:0.3,stream:0.2      attention=gpu      head=cpu      kv=gpu:0.25,cpu:0.75
+mlp.0-39=gpu:0.5,cpu:0.3,stream:0.2      attention=gpu      head=cpu      kv=gpu:0.25,cpu:0.75
 """
 
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,74 +18,118 @@ from ambidex.core.placement import LayerPlacement, Placement, WeightSplit
 from ambidex.cost.workload import KVShares
 from ambidex.solver.problem import Pins
 
+VERSION: Final = 1
 MAX_BYTES: Final = 1 << 24
 """A thousand layers, each told apart, take 200 KiB."""
 LANES: Final = ("gpu", "cpu", "stream")
-_SHARES: Final = tuple(item.name for item in fields(WeightSplit))
 _LAYERS: Final = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 _PIN: Final = re.compile(r"(attention|mlp|head|kv)(?:\.([\d,-]+))?=(.+)")
 _HELP: Final = "write it like mlp.0-9=cpu, attention=gpu:0.5,cpu:0.5, head=gpu or kv=gpu:0.25,stream:0.75"
 
 
-def placement_json(placement: Placement) -> dict[str, Any]:
-    """A placement as JSON values; shares that are 0 are left out."""
+def placement_json(placement: Placement, kv: KVShares) -> dict[str, Any]:
+    """A placement as JSON values; equal layers that follow each other stand together."""
+    runs: list[tuple[int, int, LayerPlacement]] = []
+    for idx, layer in enumerate(placement.layers):
+        if runs and runs[-1][2] == layer:
+            runs[-1] = (runs[-1][0], idx, layer)
+        else:
+            runs.append((idx, idx, layer))
     return {
+        "version": VERSION,
         "layers": [
-            {"attention": _split_json(layer.attention), "mlp": _split_json(layer.mlp)} for layer in placement.layers
+            {
+                "layers": str(first) if first == last else f"{first}-{last}",
+                "attention": _split_json(layer.attention),
+                "mlp": _split_json(layer.mlp),
+            }
+            for first, last, layer in runs
         ],
         "head": _split_json(placement.head),
+        "kv": _split_json(kv),
     }
 
 
-def read_placement(path: Path) -> Placement:
-    """The placement in a file.
+def read_pins(path: Path, num_layers: int) -> Pins:
+    """The parts that a file names.
 
     Raises:
-        ConfigError: it cannot be read, is none, or shares do not add up.
+        ConfigError: it cannot be read, is none, or names layers that the model has not.
     """
-    where = f"placement file {path}"
     try:
         with path.open("rb") as file:
             text = file.read(MAX_BYTES + 1)
-        if len(text) > MAX_BYTES:
-            raise ConfigError(f"{where} has more than {MAX_BYTES} bytes: it is no placement")
         value = json.loads(text)
     except OSError as error:
-        raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"placement file {path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:  # ValueError: also a name with a null byte
-        raise ConfigError(f"{where} is not valid JSON: {error}") from None
-    return parse_placement(value, where=where)
+        raise ConfigError(f"placement file {path} is not valid JSON: {error}") from None
+    return parse_pins(value, num_layers, where=f"placement file {path}")
 
 
-def parse_placement(value: object, *, where: str) -> Placement:
-    """The placement that JSON values are; `where` names them in errors.
+def parse_pins(value: object, num_layers: int, *, where: str) -> Pins:
+    """The parts that JSON values name.
 
     Raises:
-        ConfigError: they are none, or shares do not add up.
+        ConfigError: they are no placement, or of another version, or name layers that the model has not.
     """
-    top = _object(value, ("layers", "head"), where)
-    layers = top.get("layers")
-    if not isinstance(layers, list) or not layers:
-        raise ConfigError(f"{where}: `layers` must be a list with an entry for each layer")
-    made = []
-    for idx, entry in enumerate(layers):
-        layer = _object(entry, ("attention", "mlp"), f"{where}: layer {idx}")
-        attention, mlp = (
-            _parse_split(layer[name], f"{where}: {name} of layer {idx}") if name in layer else WeightSplit()
-            for name in ("attention", "mlp")
-        )
-        made.append(LayerPlacement(attention=attention, mlp=mlp))
-    head = _parse_split(top["head"], f"{where}: head") if "head" in top else WeightSplit()
-    return Placement(layers=tuple(made), head=head)
-
-
-def pin_all(placement: Placement) -> Pins:
-    """All weights of a placement pinned; keys are free."""
+    fields = _object(value, ("version", "layers", "head", "kv"), where)
+    if fields.get("version") != VERSION:
+        raise ConfigError(f"{where}: `version` is {fields.get('version')!r}: version {VERSION} is read here")
+    attention: dict[int, WeightSplit] = {}
+    mlp: dict[int, WeightSplit] = {}
+    entries = fields.get("layers", [])
+    if not isinstance(entries, list):
+        raise ConfigError(f"{where}: `layers` is no list")
+    for entry in entries:
+        item = _object(entry, ("layers", "attention", "mlp"), f"{where}: `layers`")
+        layers = _parse_layers(item.get("layers"), num_layers, where)
+        for name, found in (("attention", attention), ("mlp", mlp)):
+            if name not in item:
+                continue
+            split = _parse_split(item[name], f"{where}: {name} of layers {item.get('layers')}")
+            if twice := found.keys() & set(layers):
+                raise ConfigError(f"{where}: {name} of layer {min(twice)} is there twice: leave one out")
+            found.update(dict.fromkeys(layers, split))
     return Pins(
-        attention={idx: layer.attention for idx, layer in enumerate(placement.layers)},
-        mlp={idx: layer.mlp for idx, layer in enumerate(placement.layers)},
-        head=placement.head,
+        attention=attention,
+        mlp=mlp,
+        head=_parse_split(fields["head"], f"{where}: head") if "head" in fields else None,
+        kv=_parse_kv(fields["kv"], f"{where}: kv") if "kv" in fields else None,
     )
+
+
+def parse_words(words: Iterable[str], num_layers: int) -> Pins:
+    """The parts that words name, each `PART[.LAYERS]=WHERE`; a later word beats an earlier one.
+
+    Raises:
+        ConfigError: a word has another form, or names layers that the model has not.
+    """
+    attention: dict[int, WeightSplit] = {}
+    mlp: dict[int, WeightSplit] = {}
+    head: WeightSplit | None = None
+    kv: KVShares | None = None
+    for word in words:
+        found = _PIN.fullmatch(word.strip())
+        if found is None or (found[2] is not None and found[1] in ("head", "kv")):
+            raise ConfigError(f"pin {word[:60]!r} is no PART=WHERE: {_HELP}")
+        part, layers_text, where_text = found.groups()
+        where = _parse_where(where_text, word)
+        layers = [
+            idx
+            for piece in (layers_text.split(",") if layers_text else [f"0-{num_layers - 1}"])
+            for idx in _parse_layers(piece, num_layers, f"pin {word[:60]!r}")
+        ]
+        match part:
+            case "attention":
+                attention |= dict.fromkeys(layers, _parse_split(where, f"pin {word!r}"))
+            case "mlp":
+                mlp |= dict.fromkeys(layers, _parse_split(where, f"pin {word!r}"))
+            case "head":
+                head = _parse_split(where, f"pin {word!r}")
+            case _:
+                kv = _parse_kv(where, f"pin {word!r}")
+    return Pins(attention=attention, mlp=mlp, head=head, kv=kv)
 
 
 def join_pins(first: Pins, second: Pins) -> Pins:
@@ -100,81 +142,51 @@ def join_pins(first: Pins, second: Pins) -> Pins:
     )
 
 
-def parse_pins(words: Iterable[str], num_layers: int) -> Pins:
-    """The parts that words name, each `PART[.LAYERS]=WHERE`; a later word beats an earlier one.
+def whole_placement(pins: Pins, num_layers: int, *, where: str) -> tuple[Placement, KVShares | None]:
+    """The placement that pins are, if they name all of a model.
 
     Raises:
-        ConfigError: a word has another form, or names layers that the model has not.
+        ConfigError: a part is missing.
     """
-    attention: dict[int, WeightSplit] = {}
-    mlp: dict[int, WeightSplit] = {}
-    head: WeightSplit | None = None
-    kv: KVShares | None = None
-    for word in words:
-        name = f"pin {word[:60]!r}"
-        found = _PIN.fullmatch(word.strip())
-        if found is None or (found[2] is not None and found[1] in ("head", "kv")):
-            raise ConfigError(f"{name} is no PART=WHERE: {_HELP}")
-        part, layers_text, where = found.groups()
-        gpu, cpu, stream = _parse_where(where, name)
-        if part == "kv":
-            try:
-                kv = KVShares(on_gpu=gpu, on_cpu=cpu, streamed=stream)
-            except ConfigError as error:
-                raise ConfigError(f"{name}: {error}") from None
-            continue
-        split = _make_split(gpu, cpu, stream, name)
-        layers = [idx for piece in (layers_text or f"0-{num_layers - 1}").split(",")
-                  for idx in _parse_layers(piece, num_layers, name)]  # fmt: skip
-        if part == "head":
-            head = split
-        else:
-            (attention if part == "attention" else mlp).update(dict.fromkeys(layers, split))
-    return Pins(attention=attention, mlp=mlp, head=head, kv=kv)
+    for idx in range(num_layers):
+        for name, found in (("attention", pins.attention), ("mlp", pins.mlp)):
+            if idx not in found:
+                raise ConfigError(f"{where} does not say where {name} of layer {idx} lies")
+    if pins.head is None:
+        raise ConfigError(f"{where} does not say where the head lies")
+    layers = tuple(LayerPlacement(attention=pins.attention[idx], mlp=pins.mlp[idx]) for idx in range(num_layers))
+    return Placement(layers=layers, head=pins.head), pins.kv
 
 
-def _split_json(split: WeightSplit) -> dict[str, float]:
-    return {name: getattr(split, name) for name in _SHARES if getattr(split, name)}
+def _split_json(split: WeightSplit | KVShares) -> str | dict[str, float]:
+    shares = dict(zip(LANES, (split.on_gpu, split.on_cpu, split.streamed), strict=True))
+    for lane, share in shares.items():
+        if share == 1.0:
+            return lane
+    return {lane: share for lane, share in shares.items() if share}
 
 
 def _object(value: object, known: tuple[str, ...], where: str) -> Mapping[str, object]:
     if not isinstance(value, dict):
-        raise ConfigError(f"{where} is no JSON object with {', '.join(known)}")
+        raise ConfigError(f"{where} is no JSON object")
     if unknown := sorted(set(value) - set(known)):
         raise ConfigError(f"{where} has unknown keys ({', '.join(unknown)[:120]}): known are {', '.join(known)}")
     return value
 
 
-def _parse_split(value: object, where: str) -> WeightSplit:
-    shares = _object(value, _SHARES, where)
-    for name, share in shares.items():
-        if not isinstance(share, int | float) or isinstance(share, bool):
-            raise ConfigError(f"{where}: `{name}` is {str(share)[:40]!r}: it must be a number from 0 to 1")
-    gpu, cpu, stream = (float(str(shares.get(name, 0.0))) for name in _SHARES)
-    return WeightSplit() if not shares else _make_split(gpu, cpu, stream, where)
-
-
-def _make_split(gpu: float, cpu: float, stream: float, where: str) -> WeightSplit:
-    try:
-        return WeightSplit(on_gpu=gpu, on_cpu=cpu, streamed=stream)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-
-
-def _parse_layers(text: str, num_layers: int, where: str) -> range:
-    found = _LAYERS.fullmatch(text)
+def _parse_layers(value: object, num_layers: int, where: str) -> range:
+    found = _LAYERS.fullmatch(value) if isinstance(value, str) else None
     if found is None:
-        raise ConfigError(f"{where}: layers {text[:40]!r} are no number and no range such as 0-39")
+        raise ConfigError(f"{where}: layers {str(value)[:40]!r} are no number and no range such as 0-39")
     first, last = int(found[1]), int(found[2] or found[1])
     if not first <= last < num_layers:
-        raise ConfigError(f"{where}: layers {text} are named, the model has the layers 0 to {num_layers - 1}")
+        raise ConfigError(f"{where}: layers {value} are named, the model has the layers 0 to {num_layers - 1}")
     return range(first, last + 1)
 
 
-def _parse_where(text: str, where: str) -> tuple[float, ...]:
-    """Shares of the lanes in their order."""
+def _parse_where(text: str, word: str) -> str | dict[str, float]:
     if text in LANES:
-        return tuple(float(lane == text) for lane in LANES)
+        return text
     shares: dict[str, float] = {}
     for piece in text.split(","):
         lane, colon, number = piece.partition(":")
@@ -182,7 +194,34 @@ def _parse_where(text: str, where: str) -> tuple[float, ...]:
             share = float(number)
         except ValueError:
             share = float("nan")
-        if not colon or lane not in LANES or lane in shares or share != share:
-            raise ConfigError(f"{where}: {piece[:30]!r} is no LANE:SHARE (lanes are {', '.join(LANES)}): {_HELP}")
+        if not colon or lane in shares or share != share:
+            raise ConfigError(f"pin {word[:60]!r}: {piece[:30]!r} is no LANE:SHARE: {_HELP}")
         shares[lane] = share
-    return tuple(shares.get(lane, 0.0) for lane in LANES)
+    return shares
+
+
+def _shares(value: object, where: str) -> tuple[float, float, float]:
+    if value in LANES:
+        value = {value: 1.0}
+    shares = _object(value, LANES, f"{where} is {str(value)[:40]!r}, which")
+    for lane, share in shares.items():
+        if not isinstance(share, int | float) or isinstance(share, bool):
+            raise ConfigError(f"{where}: the share of {lane} is {str(share)[:40]!r}: it must be a number from 0 to 1")
+    gpu, cpu, stream = (float(str(shares.get(lane, 0.0))) for lane in LANES)
+    return gpu, cpu, stream
+
+
+def _parse_split(value: object, where: str) -> WeightSplit:
+    gpu, cpu, stream = _shares(value, where)
+    try:
+        return WeightSplit(on_gpu=gpu, on_cpu=cpu, streamed=stream)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _parse_kv(value: object, where: str) -> KVShares:
+    gpu, cpu, stream = _shares(value, where)
+    try:
+        return KVShares(on_gpu=gpu, on_cpu=cpu, streamed=stream)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None

@@ -50,7 +50,7 @@ def test_a_large_model_is_planned_from_its_config_alone(folder: Path) -> None:
     assert sum(memory["gpu"].values()) + sum(memory["dram"].values()) >= found["weights_bytes"]
     assert found["decode"]["tokens_per_s"] == pytest.approx(1 / found["decode"]["step_s"])
     assert found["decode"]["step_s"] == max(found["decode"][name] for name in ("path_s", "link_s", "dram_s"))
-    assert len(found["placement"]["layers"]) == 80
+    assert found["placement"]["layers"][-1]["layers"].endswith("79")
     assert 0 < found["one_more_gib_saves_s"] < found["decode"]["step_s"]
 
 
@@ -80,7 +80,7 @@ def test_pins_and_placement_files_are_obeyed(folder: Path, tmp_path: Path) -> No
     first = run_plan(folder, "--gpu", "rtx4090", "--pin", "mlp.0-3=cpu", "--output", str(path))
     assert first.exit_code == 0, first.output
     placement = json.loads(path.read_text())
-    assert [layer["mlp"] for layer in placement["layers"][:4]] == [{"on_cpu": 1.0}] * 4
+    assert (placement["layers"][0]["layers"], placement["layers"][0]["mlp"]) == ("0-3", "cpu")
     again = plan_of(folder, "--gpu", "rtx4090", "--placement", str(path))
     assert again["placement"] == placement
 
