@@ -17,8 +17,8 @@ _encode = msgspec.json.Encoder().encode  # once: it is called for each token
 
 
 SEND = "ambidex.send"
-"""Where the gate leaves its own `send`: the layers between only look at whether a response has begun, and every chunk of
-every stream would go through all of them."""
+"""Where the gate leaves its own `send`: the layers between only look at whether a response has begun, and every chunk
+of every stream would go through all of them."""
 
 
 class ClientGoneError(Exception):
