@@ -192,8 +192,9 @@ async def is_ready(port: int) -> bool:
     return b" 200 " in status
 
 
-async def kill_engine(pid: int, port: int, after_s: float) -> float:
-    """Kill the engine's process; the seconds until a request that comes then has its answer."""
+async def kill_engine(pid: int, port: int, after_s: float) -> dict[str, float]:
+    """Kill the engine's process; the seconds until it is ready again, and until a request that comes then has its
+    answer, behind all that have waited."""
     await asyncio.sleep(after_s)
     os.kill(engine_of(pid), signal.SIGKILL)
     killed_s = time.perf_counter()
@@ -201,9 +202,10 @@ async def kill_engine(pid: int, port: int, after_s: float) -> float:
         await asyncio.sleep(0.01)
     while not await is_ready(port):
         await asyncio.sleep(0.05)
+    ready_s = time.perf_counter() - killed_s
     while (await ask(port, {"prompt": "x", "max_tokens": 1})).error is not None:
         await asyncio.sleep(0.05)
-    return time.perf_counter() - killed_s
+    return {"ready_s": round(ready_s, 2), "answered_s": round(time.perf_counter() - killed_s, 2)}
 
 
 async def measure(args: argparse.Namespace, pid: int, port: int) -> dict[str, Any]:
@@ -225,9 +227,9 @@ async def measure(args: argparse.Namespace, pid: int, port: int) -> dict[str, An
     work = asyncio.gather(
         *(client(port, asks, wanted, end_s=end_s, seed=seed, to=figures) for seed in range(args.clients))
     )
-    recovery_s = None if args.kill_after is None else await kill_engine(pid, port, args.kill_after)
+    recovery = None if args.kill_after is None else await kill_engine(pid, port, args.kill_after)
     engine = engine_of(pid)
-    await asyncio.sleep(args.seconds / 5 if recovery_s is None else 0)  # the middle of what counts as early below
+    await asyncio.sleep(args.seconds / 5 if recovery is None else 0)  # the middle of what counts as early below
     first = resident_by_mapping(engine)
     await work
     seconds, after_s = time.perf_counter() - begun_s, overhead_s(pid, engine)
@@ -248,13 +250,13 @@ async def measure(args: argparse.Namespace, pid: int, port: int) -> dict[str, An
         "tokens_per_s": round(figures.num_tokens / seconds, 2),
         "errors": len(figures.errors),
         "wrong_answers": len(figures.wrong),
-        "killed": None if recovery_s is None else {"recovery_s": round(recovery_s, 2), "cut": figures.num_cut},
+        "killed": None if recovery is None else {**recovery, "cut_streams": figures.num_cut},
         "examples": (figures.errors + figures.wrong)[:3],
         "first_token_s": Quantiles.of(figures.first_s).record(),
         "between_tokens_s": Quantiles.of(gaps).record(),
         "between_tokens_p99_s": round(gaps[int(0.99 * (len(gaps) - 1))], 4),
         "overhead_s_per_token": None
-        if recovery_s is not None
+        if recovery is not None
         else {name: (after_s[name] - before_s[name]) / num_tokens for name in after_s},
         "resident_bytes_early": early,
         "resident_bytes_late": late,
