@@ -132,8 +132,13 @@ async def client(
             to.num_cached += stream.num_cached
 
 
+def engine_of(pid: int) -> int:
+    """The process of the server's engine."""
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
 def resident_by_mapping(pid: int) -> dict[str, int]:
-    """Resident bytes of the server by what is mapped: files by name, large anonymous regions by address, the heap."""
+    """Resident bytes of a process by what is mapped: files by name, large anonymous regions by address, the heap."""
     sizes: dict[str, int] = {}
     name = ""
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
@@ -147,17 +152,26 @@ def resident_by_mapping(pid: int) -> dict[str, int]:
     return sizes
 
 
-async def watch(pid: int, sizes: list[int]) -> None:
-    """Note the server's resident bytes each second."""
+async def watch(pids: Sequence[int], sizes: list[int]) -> None:
+    """Note the resident bytes of server and engine each second."""
     while True:
-        sizes.append(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+        pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
+        sizes.append(sum(pages) * os.sysconf("SC_PAGE_SIZE"))
         await asyncio.sleep(1)
 
 
-def loop_cpu_s(pid: int) -> float:
-    """CPU seconds of the process' first thread, which runs the server's event loop."""
-    fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
+def cpu_s(stat: Path) -> float:
+    """CPU seconds of a process or thread."""
+    fields = stat.read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def overhead_s(pid: int, engine: int) -> dict[str, float]:
+    """CPU seconds that an engine alone would not spend: of the server, and of the thread that speaks for the engine."""
+    return {
+        "server": cpu_s(Path(f"/proc/{pid}/stat")),
+        "engine's messages": cpu_s(Path(f"/proc/{engine}/task/{engine}/stat")),
+    }
 
 
 async def measure(args: argparse.Namespace, pid: int, port: int) -> dict[str, Any]:
@@ -172,18 +186,20 @@ async def measure(args: argparse.Namespace, pid: int, port: int) -> dict[str, An
     wanted = [(await ask(port, body)).text for body in asks]
     figures = Figures()
     sizes: list[int] = []
-    watcher = asyncio.create_task(watch(pid, sizes))
-    before_s, begun_s = loop_cpu_s(pid), time.perf_counter()
+    engine = engine_of(pid)
+    watcher = asyncio.create_task(watch((pid, engine), sizes))
+    before_s, begun_s = overhead_s(pid, engine), time.perf_counter()
     end_s = begun_s + args.seconds
     work = asyncio.gather(
         *(client(port, asks, wanted, end_s=end_s, seed=seed, to=figures) for seed in range(args.clients))
     )
     await asyncio.sleep(args.seconds / 5)  # the middle of what counts as early below
-    first = resident_by_mapping(pid)
+    first = resident_by_mapping(engine)
     await work
-    seconds, cpu_s = time.perf_counter() - begun_s, loop_cpu_s(pid) - before_s
+    seconds, after_s = time.perf_counter() - begun_s, overhead_s(pid, engine)
     watcher.cancel()
-    last = resident_by_mapping(pid)
+    last = resident_by_mapping(engine)
+    num_tokens = max(1, figures.num_tokens)
     grown = {name: size - first.get(name, 0) for name, size in last.items() if size > first.get(name, 0) + 2**18}
     tenth = max(1, len(sizes) // 10)
     early, late = statistics.median(sizes[tenth : 3 * tenth]), statistics.median(sizes[-2 * tenth :])
@@ -202,7 +218,7 @@ async def measure(args: argparse.Namespace, pid: int, port: int) -> dict[str, An
         "first_token_s": Quantiles.of(figures.first_s).record(),
         "between_tokens_s": Quantiles.of(gaps).record(),
         "between_tokens_p99_s": round(gaps[int(0.99 * (len(gaps) - 1))], 4),
-        "loop_cpu_s_per_token": cpu_s / max(1, figures.num_tokens),
+        "overhead_s_per_token": {name: (after_s[name] - before_s[name]) / num_tokens for name in after_s},
         "resident_bytes_early": early,
         "resident_bytes_late": late,
         "resident_drift": round(late / early - 1, 4),

@@ -19,9 +19,12 @@ from ambidex.server.app import ServerApp
 from ambidex.server.config import ServerConfig
 from ambidex.server.main import DrainingServer, bind, url_of
 from ambidex.server.service import EngineService, MakeEngine, Progress
+from ambidex.server.worker.client import WorkerEngine
 
 MakeLLM = Callable[[Progress], AsyncLLM]
 WAIT_S = 30.0
+START_S = 90.0
+"""For a process to import torch and load, on a machine that does other things too."""
 SMALL_POOL: dict[str, Any] = {
     "block_size": 4, "kv_gpu_tokens": 128, "num_sink_tokens": 4, "recent_window": 16, "prefix_cache_percent": 100
 }  # fmt: skip
@@ -53,6 +56,13 @@ class LiveServer:
         self.http = httpx.Client(base_url=self.url, timeout=WAIT_S)
 
     @property
+    def worker(self) -> WorkerEngine:
+        """The engine, if it is in a process of its own."""
+        engine = self.service.engine()
+        assert isinstance(engine, WorkerEngine), "the test has built another one"
+        return engine
+
+    @property
     def openai(self) -> OpenAI:
         """OpenAI's own client."""
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
@@ -60,7 +70,7 @@ class LiveServer:
     def __enter__(self) -> "LiveServer":
         self._thread.start()
         if self._is_awaited:
-            wait_until(lambda: self.http.get("/ready").status_code == 200)
+            wait_until(lambda: self.http.get("/ready").status_code == 200, timeout_s=START_S)
         return self
 
     def __exit__(
@@ -114,6 +124,16 @@ def maker(folder: Path, *, forward: Forward = call_model, **settings: Any) -> Ma
         return AsyncLLM(build_engine(EngineConfig(model=str(folder), **settings), forward=forward))
 
     return make
+
+
+def in_worker(folder: Path, *, silence_s: float = 60.0, **settings: Any) -> MakeEngine:
+    """The tiny engine in a process of its own, as `serve` has it."""
+
+    async def start(progress: Progress) -> WorkerEngine:
+        config = EngineConfig(model=str(folder), num_threads=1, **settings)
+        return await WorkerEngine.start(config, progress=progress, silence_s=silence_s)
+
+    return start
 
 
 def wait_until(is_true: Callable[[], bool], *, timeout_s: float = WAIT_S) -> None:

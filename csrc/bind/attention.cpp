@@ -72,6 +72,10 @@ void assign_keys(KeyBatch& self, const Ids& block_ids, const Ids& block_offsets,
               row_offsets.data(), num_requests);
 }
 
+void set_positions(KeyBatch& self, const Ids& of_blocks, const Ids& of_rows) {
+  self.set_positions(of_blocks.data(), of_blocks.shape(0), of_rows.data(), of_rows.shape(0));
+}
+
 const float* scales_of(const char* name, const std::optional<Scales>& scales, const ConstBytes<4>& records,
                        bool is_int8) {
   AMBIDEX_CHECK(scales.has_value() == is_int8, name, ": scales go with int8 and with nothing else");
@@ -119,6 +123,8 @@ AttendCall make_call(const ConstBytes<3>& q, std::string_view q_number, const Co
 }
 
 void check_batch(const AttendCall& call, const KeyBatch& batch) {
+  AMBIDEX_CHECK(call.slopes == nullptr || batch.has_positions() || call.num_rows == 0,
+                "slopes: the batch has no positions");
   AMBIDEX_CHECK(batch.num_rows() == call.num_rows, "q: expected ", batch.num_rows(),
                 " for the rows of the batch (axis 0), got ", call.num_rows);
   AMBIDEX_CHECK(batch.block_size() == call.tiles.block_size, "batch: made for blocks of ", batch.block_size(),
@@ -130,8 +136,13 @@ void check_batch(const AttendCall& call, const KeyBatch& batch) {
 void bind_attend(AttentionPool& self, const ConstBytes<3>& q, std::string_view q_number, const ConstBytes<4>& k,
                  const ConstBytes<4>& v, std::string_view number, const std::optional<Scales>& k_scales,
                  const std::optional<Scales>& v_scales, const KeyBatch& batch, float scale, const Array<float, 3>& out,
-                 const Array<float, 2>& lse, std::optional<std::string_view> isa) {
-  const AttendCall call = make_call(q, q_number, k, v, number, k_scales, v_scales, scale, out, lse);
+                 const Array<float, 2>& lse, const std::optional<Array<const float, 1>>& slopes,
+                 std::optional<std::string_view> isa) {
+  AttendCall call = make_call(q, q_number, k, v, number, k_scales, v_scales, scale, out, lse);
+  if (slopes) {
+    check_size("slopes", "Hq", *slopes, 0, q.shape(1));
+    call.slopes = slopes->data();
+  }
   check_batch(call, batch);
   const Isa chosen = choose_isa(isa);
   nb::gil_scoped_release release;
@@ -244,13 +255,15 @@ void bind_attention(nb::module_& m) {
            "block_size"_a)
       .def("assign", &assign_keys, "block_ids"_a.noconvert(), "block_offsets"_a.noconvert(), "first_key"_a.noconvert(),
            "num_keys"_a.noconvert(), "row_offsets"_a.noconvert())
+      .def("set_positions", &set_positions, "of_blocks"_a.noconvert(), "of_rows"_a.noconvert())
       .def_prop_ro("num_rows", &KeyBatch::num_rows)
       .def_prop_ro("block_size", &KeyBatch::block_size);
   nb::class_<AttentionPool>(m, "AttentionPool")
       .def(nb::init<ThreadPool&>(), "threads"_a, nb::keep_alive<1, 2>())
       .def("attend_blocks", &bind_attend, "q"_a.noconvert(), "q_number"_a, "k"_a.noconvert(), "v"_a.noconvert(),
            "number"_a, "k_scales"_a.noconvert().none(), "v_scales"_a.noconvert().none(), "batch"_a, "scale"_a,
-           "out"_a.noconvert(), "lse"_a.noconvert(), nb::kw_only(), "isa"_a = nb::none())
+           "out"_a.noconvert(), "lse"_a.noconvert(), nb::kw_only(), "slopes"_a.noconvert().none() = nb::none(),
+           "isa"_a = nb::none())
       .def("store_rows", &bind_store_rows, "part"_a, "pool"_a.noconvert(), "slots"_a.noconvert(), "rows"_a.noconvert())
       .def("store_values", &bind_store_values, "part"_a, "pool"_a.noconvert(), "number"_a, "scales"_a.noconvert().none(),
            "slots"_a.noconvert(), "rows"_a.noconvert(), nb::kw_only(), "isa"_a = nb::none())

@@ -174,16 +174,17 @@ void scan_as(const BoundedCall& bounded, const ScanRange& to, char* workspace) {
     to.shifts[row] = ws.shifts[row];
   }
   const std::size_t end = (range.first_key + range.num_keys + 15) / 16 * 16;
-  const std::size_t units_ahead = (kAheadBytes + keys.unit_bytes() - 1) / keys.unit_bytes();
+  const std::size_t units_ahead = (kFarBytes + keys.unit_bytes() - 1) / keys.unit_bytes();
   for (std::size_t key = range.first_key / kPieceTokens * kPieceTokens; key < end; key += kPieceTokens) {
     const std::size_t left = (end - key) / 16, num_units = left < kPieceUnits ? left : kPieceUnits;
-    const char *units[kPieceUnits] = {}, *ahead[kPieceUnits] = {};
+    const char *units[kPieceUnits] = {}, *far[kPieceUnits] = {}, *near[kPieceUnits] = {};
     for (std::size_t i = 0; i < num_units && i < kPieceUnits; ++i) {
       const std::size_t next = key + 16 * (i + units_ahead);
       units[i] = keys.k_unit(key + 16 * i);
-      ahead[i] = next < end ? keys.k_unit(next) : units[i];
+      far[i] = next < end ? keys.k_unit(next) : units[i];
+      near[i] = units[i] + kNearBytes;  // K of a block is contiguous
     }
-    const Columns columns{units, ahead, num_units, keys.unit_bytes() / 64};
+    const Columns columns{units, far, near, num_units, keys.unit_bytes() / 64};
     Form::multiply(state, rows, ws.q, dim, columns, {ws.scores, kPieceTokens, false, ws.q_factors});
     const float largest_scale = load_some_scales(scales, keys, range, key, num_units, k_scales);
     for (std::size_t row = 0; row < rows; ++row) {

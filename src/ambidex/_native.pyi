@@ -151,6 +151,10 @@ class KeyBatch:
         *,
         block_size: int,
     ) -> None: ...
+    def set_positions(self, of_blocks: npt.NDArray[np.int64], of_rows: npt.NDArray[np.int64]) -> None:
+        """Where the first token of each block, and each query, stand."""
+        ...
+
     def assign(
         self,
         block_ids: npt.NDArray[np.int64],
@@ -274,6 +278,7 @@ class AttentionPool:
         out: npt.NDArray[np.float32],
         lse: npt.NDArray[np.float32],
         *,
+        slopes: npt.NDArray[np.float32] | None = None,
         isa: str | None = None,
     ) -> None: ...
     def store_rows(

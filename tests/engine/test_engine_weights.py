@@ -17,8 +17,9 @@ from ambidex.core.units import MIB
 from ambidex.engine.build import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.engine.memory import WeightBytes, fixed_bytes, plan_memory
-from ambidex.engine.weights_plan import chunk_bytes_for, fill_placement, read_placement
+from ambidex.engine.weights_plan import chunk_bytes_for, fill_placement
 from ambidex.models.divided import RingSizes
+from ambidex.solver.placement_file import placement_json
 from tiny_engine import make_engine_folder
 
 SIZES = WeightSizes(whole=10, attention=(20, 20), mlp=(50, 50), head=10)
@@ -75,19 +76,12 @@ def test_dram_that_holds_no_weights_is_refused(folder: Path) -> None:
 def test_a_policy_that_looks_ahead_refuses_divided_attention(folder: Path, tmp_path: Path) -> None:
     half = WeightSplit(on_gpu=0.5, on_cpu=0.5)
     for layer, is_refused in ((LayerPlacement(attention=half), True), (LayerPlacement(mlp=half), False)):
-        path = write(tmp_path, {"layers": [as_json(layer)] * 2})
+        path = write(tmp_path, placement_json(Placement(layers=(layer,) * 2)))
         if is_refused:
             with pytest.raises(ConfigError, match="infinigen computes queries a layer ahead"):
                 make_engine(folder, placement=path, policy="infinigen")
         else:
             make_engine(folder, placement=path, policy="infinigen")
-
-
-def as_json(layer: LayerPlacement) -> dict[str, dict[str, float]]:
-    return {
-        name: {"on_gpu": split.on_gpu, "on_cpu": split.on_cpu, "streamed": split.streamed}
-        for name, split in (("attention", layer.attention), ("mlp", layer.mlp))
-    }
 
 
 def write(folder: Path, content: object) -> str:
@@ -96,31 +90,33 @@ def write(folder: Path, content: object) -> str:
     return str(path)
 
 
-def test_a_placement_is_read_and_shares_left_out_have_their_defaults(tmp_path: Path) -> None:
-    path = write(tmp_path, {"layers": [{"mlp": {"on_cpu": 0.25, "streamed": 0.75}}, {}]})
-    wanted = WeightSplit(on_gpu=0.0, on_cpu=0.25, streamed=0.75)
-    assert read_placement(path) == Placement(layers=(LayerPlacement(mlp=wanted), LayerPlacement()))
+def test_a_placement_file_is_obeyed(folder: Path, tmp_path: Path) -> None:
+    half = WeightSplit(on_gpu=0.5, on_cpu=0.5)
+    placement = Placement(layers=(LayerPlacement(mlp=half), LayerPlacement()))
+    path = write(tmp_path, placement_json(placement))
+    gpu, dram = (held(make_engine(folder, placement=path), tier)["weights"] for tier in (Tier.GPU, Tier.DRAM))
+    assert dram == 48 * (2 * 96 + 96) * 4  # of 80 neurons 32 lie on the accelerator
+    assert gpu > 7 * dram
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"layers": []}, "`layers` must be a list"),
-        ({"layers": [{}], "tail": {}}, "unknown field 'tail'"),
-        ({"layers": [{"mlps": {}}]}, "layer 0 has an unknown field 'mlps'"),
-        ({"layers": [{"mlp": {"on_gpu": 0.5}}]}, r"mlp of layer 0: the shares of weights .* add up to 0\.5"),
-        ({"layers": [{"mlp": {"on_gpu": "all"}}]}, "on_gpu of mlp of layer 0 is 'all', not a number"),
-        ({"layers": [{"mlp": 1}]}, "mlp of layer 0 must be an object"),
+        ({"layers": [{}]}, "has 1 layers: the model has 2"),
+        ({"layers": [{}, {}], "tail": {}}, r"unknown keys \(tail\)"),
+        ({"layers": [{}, {"mlp": {"on_gpu": 0.5}}]}, r"add up to 0\.5"),
     ],
 )
-def test_a_placement_of_another_form_is_refused(content: object, message: str, tmp_path: Path) -> None:
+def test_a_placement_for_another_model_or_of_another_form_is_refused(
+    content: object, message: str, folder: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_placement(write(tmp_path, content))
+        make_engine(folder, placement=write(tmp_path, content))
 
 
-def test_a_placement_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_placement_that_is_not_there_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_placement(str(tmp_path / "none.json"))
+        make_engine(folder, placement=str(tmp_path / "none.json"))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Greedy tokens do not depend on where the weights lie: any placement gives the tokens of the undivided run."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,8 +13,10 @@ from ambidex.core.config import DeviceKind, DTypeChoice, Graphs
 from ambidex.core.placement import LayerPlacement, Placement, WeightSplit
 from ambidex.engine.build import build_engine
 from ambidex.engine.engine import Engine
+from ambidex.mlp.split_site import Level
 from ambidex.models.divided import RingSizes
 from ambidex.runner.decode import DecodeForm
+from ambidex.solver.placement_file import placement_json
 from tiny_engine import make_engine_folder
 from tiny_models import ALIBI_VARIANTS, NUM_LAYERS, VARIANTS, VOCAB_SIZE
 
@@ -29,6 +30,13 @@ KV: Final[tuple[dict[str, Any], ...]] = (
     {"kv_gpu_tokens": 64, "num_sink_tokens": 8, "recent_window": 16},
     {"kv_gpu_tokens": 0, "num_sink_tokens": 0},
 )
+LEVELS: Final = (
+    [],
+    [Level(most_tokens=3, cpu_share=1.0)],
+    [Level(most_tokens=1, cpu_share=1.0), Level(most_tokens=2, cpu_share=0.7), Level(most_tokens=9, cpu_share=0.3)],
+    [Level(most_tokens=10**6, cpu_share=1.0)],
+)
+"""What the CPU multiplies of its part, by tokens of a step."""
 DEVICES: Final = [DeviceKind.CPU, pytest.param(DeviceKind.CUDA, marks=pytest.mark.gpu)]
 WHOLE: Final = WeightSplit()
 SPREAD: Final = WeightSplit(on_gpu=0.4, on_cpu=0.3, streamed=0.3)
@@ -54,11 +62,11 @@ def answer(folder: Path, placement: Placement | None, *, device: DeviceKind, **s
 
 
 def make_engine(folder: Path, placement: Placement | None, *, device: DeviceKind, **settings: Any) -> Engine:
-    parts = {name: settings.pop(name) for name in ("weight_ring", "most_cpu_tokens", "decode_form") if name in settings}
+    parts = {name: settings.pop(name) for name in ("weight_ring", "cpu_levels", "decode_form") if name in settings}
     path = None
     if placement is not None:
         path = folder / "placement.json"
-        path.write_text(json.dumps(asdict(placement)))
+        path.write_text(json.dumps(placement_json(placement)))
     config = EngineConfig(
         model=str(folder), device=device, dtype=DTypeChoice.FP32, num_threads=1, block_size=16,
         placement=None if path is None else str(path), **settings,
@@ -96,7 +104,7 @@ def test_greedy_tokens_under_any_placement_equal_the_undivided_run(
         weight_ring=RingSizes(
             chunk_bytes=data.draw(st.sampled_from([1, 9000, 30000])), num_slots=data.draw(st.integers(1, 4))
         ),
-        most_cpu_tokens=data.draw(st.sampled_from([0, 3, 16, 10**6])),
+        cpu_levels=data.draw(st.sampled_from(LEVELS)),
         decode_form=data.draw(st.sampled_from([None, DecodeForm.FIXED] if device is DeviceKind.CPU else [None])),
         **data.draw(st.sampled_from(KV)),
     )
@@ -119,13 +127,13 @@ def test_greedy_tokens_of_every_model_with_weights_in_three_places_equal_the_und
 def test_greedy_tokens_of_fixed_steps_with_a_part_for_the_cpu_equal_the_undivided_run(
     variant: str, kv: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Every place has a part for the CPU, beside keys in DRAM of the same layers; large steps have none."""
+    """Every place has a part for the CPU, beside keys in DRAM of the same layers; that of large steps is smaller."""
     folder = make_engine_folder(tmp_path, variant)
     placement = Placement(layers=(LayerPlacement(attention=SPREAD, mlp=SPREAD),) * NUM_LAYERS)
     wanted = answer(folder, None, device=DeviceKind.CPU)
-    for most_cpu_tokens in (2, 10**6):
+    for cpu_levels in LEVELS:
         got = answer(
-            folder, placement, device=DeviceKind.CPU, decode_form=DecodeForm.FIXED, most_cpu_tokens=most_cpu_tokens,
+            folder, placement, device=DeviceKind.CPU, decode_form=DecodeForm.FIXED, cpu_levels=cpu_levels,
             weight_ring=RingSizes(chunk_bytes=9000, num_slots=3), **kv,
         )  # fmt: skip
         assert got == wanted
@@ -151,10 +159,10 @@ def test_greedy_tokens_of_captured_steps_under_a_placement_equal_the_undivided_r
     parts = PLACEMENTS[split]
     placement = Placement(layers=(LayerPlacement(attention=parts, mlp=parts),) * NUM_LAYERS)
     wanted = answer(folder, None, device=DeviceKind.CUDA)
-    for most_cpu_tokens in (None, 2):
+    for cpu_levels in (None, *LEVELS):
         engine = make_engine(
             folder, placement, device=DeviceKind.CUDA, weight_ring=RingSizes(chunk_bytes=9000, num_slots=3),
-            most_cpu_tokens=most_cpu_tokens, **kv,
+            cpu_levels=cpu_levels, **kv,
         )  # fmt: skip
         assert answers_of(engine) == wanted
         assert engine.stats.num_replayed_steps > 3

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ambidex import LLM
-from live_server import SMALL_POOL, LiveServer, maker
+from live_server import SMALL_POOL, LiveServer, in_worker
 from tiny_engine import make_engine_folder
 
 
@@ -17,7 +17,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(folder: Path) -> Iterator[LiveServer]:
-    with LiveServer(maker(folder, **SMALL_POOL)) as server:
+    with LiveServer(in_worker(folder, **SMALL_POOL)) as server:
         yield server
 
 

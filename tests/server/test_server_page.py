@@ -3,13 +3,14 @@
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from live_server import SMALL_POOL, LiveServer, maker, wait_until
+from live_server import SMALL_POOL, LiveServer, in_worker, maker, wait_until
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -35,7 +36,7 @@ def page(folder: Path) -> Iterator[Any]:
     if BROWSER is None:
         pytest.skip("no browser: install chromium")
     api = pytest.importorskip("playwright.sync_api", reason="pip install playwright (it drives the installed chromium)")
-    with LiveServer(maker(folder, **SMALL_POOL)) as server, api.sync_playwright() as playwright:
+    with LiveServer(in_worker(folder, **SMALL_POOL)) as server, api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": 860})
         page.problems = []
@@ -62,9 +63,43 @@ def test_chat_streams_and_tiers_are_shown(page: Any) -> None:
     assert "GPU" in tiers
     assert "DRAM" in tiers
     assert page.query_selector(".row.gpu .mark") is not None
+    assert page.server.status()["num_moves"] > 0
     if path := os.environ.get("AMBIDEX_TEST_SCREENSHOT"):
         page.screenshot(path=path)
     assert page.problems == []
+
+
+def test_prefix_cache_is_shown(page: Any) -> None:
+    page.server.complete("a prompt that comes twice", max_tokens=4).raise_for_status()
+    page.server.complete("a prompt that comes twice", max_tokens=4).raise_for_status()
+    wait_until(lambda: page.inner_text("#cached") not in ("–", "0") or page.wait_for_timeout(100))
+    assert page.inner_text("#cached") == str(page.server.status()["num_cached_tokens"])
+    assert "kept" in page.inner_text(".row.gpu .more")
+    width = "element => element.getBoundingClientRect().width"
+    assert page.eval_on_selector(".row.gpu .kept", width) > 0
+    assert page.inner_text("#restarts") == "0"
+
+
+def test_tiers_move_while_an_answer_is_written(page: Any) -> None:
+    shown: set[str] = set()
+
+    def look() -> bool:
+        shown.add(page.inner_text(".row.dram span"))
+        page.wait_for_timeout(50)
+        return len(shown) > 1
+
+    def keep_asking() -> None:
+        while not is_over.is_set():
+            page.server.complete("x" * 60, max_tokens=60, ignore_eos=True)
+
+    is_over = threading.Event()
+    asking = threading.Thread(target=keep_asking)
+    asking.start()
+    try:
+        wait_until(look)
+    finally:
+        is_over.set()
+        asking.join()
 
 
 def test_stop_ends_the_answer_and_keeps_what_came(page: Any) -> None:

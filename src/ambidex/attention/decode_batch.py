@@ -75,6 +75,8 @@ class DecodeBatch:
         """The CPU lane's keys under each window; None: no key of this step lies in DRAM."""
         self.num_streamed = 0
         """Keys that the stream lane reads in each layer, all requests together."""
+        self.streamed_share = 0.0
+        """Of the blocks in DRAM, those that the stream lane reads: `stream_share`, unless its buffer holds less."""
         self.stream_runs: tuple[BlockRun, ...] = ()
         """The blocks that it reads."""
 
@@ -215,12 +217,15 @@ class DecodeBatch:
         blocks = [context.tiers[Tier.DRAM] for context in contexts]
         num_blocks = np.array([item.num for item in blocks], np.int64)
         num_streamed = (num_blocks * self.stream_share).astype(np.int64)
-        if num_streamed.sum() > self._max_streamed:
+        is_short = bool(num_streamed.sum() > self._max_streamed)
+        if is_short:
             num_streamed = num_streamed * self._max_streamed // num_streamed.sum()
         host = self._inputs.host(num_rows)
         host.num_streamed[: len(blocks)] = num_streamed * self._block_size
         host.num_streamed[len(blocks) :] = 0
         self.num_streamed = int(num_streamed.sum()) * self._block_size
+        # Less than the share for want of room, not because blocks are whole.
+        self.streamed_share = float(num_streamed.sum() / num_blocks.sum()) if is_short else self.stream_share
         num_stored = (num_blocks - num_streamed) * self._block_size
         made = {}
         for window in self._inputs.windows:

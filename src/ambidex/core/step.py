@@ -154,3 +154,11 @@ class StepResult:
     """Blocks whose checksums were compared before the step."""
     num_corrupt_blocks: int = 0
     """Those that had changed; their requests are among the failures."""
+
+
+def make_buckets(max_running_requests: int) -> tuple[int, ...]:
+    """Sizes of decode steps, up to the first that holds all running requests, and to 256: beyond that a launch's cost
+    is small beside the step's."""
+    sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
+    largest = next((size for size in sizes if size >= max_running_requests), sizes[-1])
+    return tuple(size for size in sizes if size <= largest)

@@ -13,11 +13,18 @@ A layer's phases follow each other; in each, GPU and CPU work side by side. So a
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 from ambidex.core.errors import InternalError
 from ambidex.core.placement import Placement, WeightSplit
 from ambidex.cost.units import LayerUnits, StepUnits
 from ambidex.cost.workload import KVShares
+
+ATTENTION_WEIGHTS: Final = "attention's weights"
+ATTENTION: Final = "attention"
+MLP_WEIGHTS: Final = "MLP's weights"
+HEAD: Final = "head"
+FIXED: Final = "norms, activations, launches; scheduling"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +44,8 @@ class StepPrediction:
     """Of the path: phases in which the CPU ends last."""
     terms: tuple[tuple[str, float], ...]
     batch: int
+    accelerator: str
+    """GPU, or CPU where that is the accelerator."""
 
     @property
     def step_s(self) -> float:
@@ -52,7 +61,7 @@ class StepPrediction:
     def binds(self) -> str:
         """What the step waits for most."""
         if self.step_s == self.path_s:
-            return "CPU" if self.cpu_phase_s > self.path_s / 2 else "GPU"
+            return "CPU" if self.cpu_phase_s > self.path_s / 2 else self.accelerator
         return "link" if self.step_s == self.link_s else "DRAM, read by the CPU and by copies at once"
 
 
@@ -92,12 +101,13 @@ def predict_step(units: StepUnits, placement: Placement, kv: KVShares) -> StepPr
     head = placement.head
     phases.append(
         _Phase(
-            "head", (head.on_gpu + head.streamed) * units.gpu_head_s, head.on_cpu * units.cpu_head_s,
+            HEAD, (head.on_gpu + head.streamed) * units.gpu_head_s, head.on_cpu * units.cpu_head_s,
             units.head_handover_s,
         )
     )  # fmt: skip
-    path = units.fixed_s + sum(phase.path_s for phase in phases)
-    idle = units.fixed_s + sum(phase.handover_s if phase.cpu_s > 0 else phase.gpu_s for phase in phases)
+    fixed = units.fixed_s
+    path = fixed + sum(phase.path_s for phase in phases)
+    idle = fixed + sum(phase.handover_s if phase.cpu_s > 0 else phase.gpu_s for phase in phases)
     weights_read, weights_streamed = _weights_bytes(units, placement)
     kv_bytes = sum(layer.kv_bytes for layer in units.layers)
     streamed = weights_streamed + kv.streamed * kv_bytes
@@ -106,11 +116,12 @@ def predict_step(units: StepUnits, placement: Placement, kv: KVShares) -> StepPr
         path_s=path,
         link_s=streamed * units.link_s_per_byte,
         dram_s=idle * (1 - units.copies_share) + (read + streamed) * units.beside_s_per_byte if units.has_link else 0.0,
-        gpu_s=units.fixed_s + sum(phase.gpu_s for phase in phases),
+        gpu_s=fixed + sum(phase.gpu_s for phase in phases),
         cpu_s=sum(phase.cpu_s for phase in phases),
         cpu_phase_s=sum(phase.path_s for phase in phases if phase.cpu_total_s > phase.gpu_s),
-        terms=_sum_terms(units, phases, weights_streamed, kv.streamed * kv_bytes),
+        terms=_sum_terms(units, fixed, phases, weights_streamed, kv.streamed * kv_bytes),
         batch=units.batch,
+        accelerator=units.accelerator,
     )
 
 
@@ -119,16 +130,14 @@ def _layer_phases(
 ) -> tuple[_Phase, _Phase, _Phase]:
     return (
         _Phase(
-            "attention's weights",
+            ATTENTION_WEIGHTS,
             (attention.on_gpu + attention.streamed) * layer.gpu_attention_s,
             attention.on_cpu * layer.cpu_attention_s,
             units.attention_handover_s,
         ),
+        _Phase(ATTENTION, (kv.on_gpu + kv.streamed) * layer.gpu_kv_s, kv.on_cpu * layer.cpu_kv_s, units.kv_handover_s),
         _Phase(
-            "attention", (kv.on_gpu + kv.streamed) * layer.gpu_kv_s, kv.on_cpu * layer.cpu_kv_s, units.kv_handover_s
-        ),
-        _Phase(
-            "MLP's weights",
+            MLP_WEIGHTS,
             (mlp.on_gpu + mlp.streamed) * layer.gpu_mlp_s,
             mlp.on_cpu * layer.cpu_mlp_s,
             units.mlp_handover_s,
@@ -146,11 +155,12 @@ def _weights_bytes(units: StepUnits, placement: Placement) -> tuple[float, float
 
 
 def _sum_terms(
-    units: StepUnits, phases: list[_Phase], weights_streamed: float, kv_streamed: float
+    units: StepUnits, fixed_s: float, phases: list[_Phase], weights_streamed: float, kv_streamed: float
 ) -> tuple[tuple[str, float], ...]:
-    found = {"GPU: norms, activations, launches; scheduling": units.fixed_s}
+    near = units.accelerator
+    found = {f"{near}: {FIXED}": fixed_s}
     for phase in phases:
-        for side, seconds in (("GPU", phase.gpu_s), ("CPU", phase.cpu_s)):
+        for side, seconds in ((near, phase.gpu_s), ("CPU", phase.cpu_s)):
             found[f"{side}: {phase.name}"] = found.get(f"{side}: {phase.name}", 0.0) + seconds
         handover = phase.handover_s if phase.cpu_s > 0 else 0.0
         found["CPU: handovers"] = found.get("CPU: handovers", 0.0) + handover

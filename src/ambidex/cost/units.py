@@ -77,6 +77,11 @@ class StepUnits:
     batch: int
     has_link: bool
 
+    @property
+    def accelerator(self) -> str:
+        """What computes beside the CPU lane."""
+        return "GPU" if self.has_link else "CPU"
+
 
 def kv_specs(spec: ModelSpec, *, dtype: DType, kv_dtype: DType | None) -> tuple[KVSpec, KVSpec]:
     """The KV cache as GPU memory keeps it (rows in the format of activations) and as DRAM does (tile order)."""

@@ -1,8 +1,10 @@
 """The composition root: settings → every object, by hand and in order. Only this module sees both planes."""
 
 import logging
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -22,6 +24,7 @@ from ambidex.core.model_spec import ModelSpec
 from ambidex.core.placement import Placement
 from ambidex.core.policy import PolicyName, resolve_policy
 from ambidex.core.regions import Regions
+from ambidex.core.step import make_buckets
 from ambidex.core.units import format_size
 from ambidex.engine.core import EngineCore
 from ambidex.engine.engine import Engine
@@ -52,7 +55,6 @@ from ambidex.engine.weights_plan import (
     chunk_bytes_for,
     describe_split,
     fill_placement,
-    read_placement,
 )
 from ambidex.formats.locate import ModelSource, find_model
 from ambidex.formats.spec import read_spec
@@ -64,8 +66,9 @@ from ambidex.kernels.dispatch import choose, find_fallbacks
 from ambidex.kernels.linear import LinearContext
 from ambidex.kv.manager import KVManager
 from ambidex.kv.prefix_cache import PrefixCacheLimits
-from ambidex.mlp.host_lane import HostLane, find_most_cpu_tokens
-from ambidex.mlp.split_site import WeightLanes
+from ambidex.mlp.host_lane import HostLane
+from ambidex.mlp.rates import LaneRates, measure_rates
+from ambidex.mlp.split_site import Level, WeightLanes
 from ambidex.models.base import CausalLM
 from ambidex.models.divided import (
     ALIGNMENT_BYTES,
@@ -82,7 +85,7 @@ from ambidex.models.registry import build_model
 from ambidex.models.weights import load_weights, make_dummy_weights
 from ambidex.runner.decode import DecodeForm, FixedSteps
 from ambidex.runner.device import TORCH_DTYPES, activation_dtype, choose_device, choose_dtype, keeps_quantized
-from ambidex.runner.graphs import Capture, CudaCapture, DecodeSteps, make_buckets
+from ambidex.runner.graphs import Capture, CudaCapture, DecodeSteps
 from ambidex.runner.programs import ProgramSteps
 from ambidex.runner.runner import Forward, ModelRunner, call_model
 from ambidex.runner.sampler import Sampler
@@ -90,6 +93,7 @@ from ambidex.runner.torch_threads import TorchThreads
 from ambidex.runner.tracing import LaneTracing, trace_lanes
 from ambidex.runner.verified import VerifiedExecutor
 from ambidex.sched.scheduler import Scheduler
+from ambidex.solver.placement_file import read_placement
 from ambidex.storage.checksums import BlockChecksums, VerifiedCopy
 from ambidex.storage.copy import CopyBlock, CopyEngine, copy_block
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
@@ -144,6 +148,15 @@ class _Weights:
     parts: DividedBytes | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Divided:
+    """Divided weights and who computes with them; `rates` None: nobody measured them."""
+
+    weights: DividedWeights
+    lanes: WeightLanes
+    rates: LaneRates | None
+
+
 def build_engine(
     config: EngineConfig,
     *,
@@ -154,7 +167,7 @@ def build_engine(
     capture: Callable[[], Capture] = CudaCapture,
     min_streamed: int | None = None,
     weight_ring: RingSizes | None = None,
-    most_cpu_tokens: int | None = None,
+    cpu_levels: Sequence[Level] | None = None,
     host_memory: HostMemory = HOST_MEMORY,
 ) -> Engine:
     """Load a model and make it ready to answer.
@@ -167,8 +180,8 @@ def build_engine(
         min_streamed: queries from which the stream lane reads keys in DRAM; None: as `ChunkStream` has it on a GPU, and
             none on a CPU, which is where a test hands in a number.
         weight_ring: buffers through which weights travel; None: sized by the accelerator's budget.
-        most_cpu_tokens: tokens of a step up to which the CPU multiplies the weights that are its part; None: by what it
-            multiplies with.
+        cpu_levels: what the CPU multiplies of its part of the weights in steps of each size; None: on a GPU as
+            measured, on a CPU all of it.
         host_memory: who is asked for pinned memory and huge pages; a test hands in one that refuses.
     Raises:
         ConfigError, ModelError: the settings or the model cannot be used.
@@ -179,9 +192,9 @@ def build_engine(
     tokenizer = load_tokenizer(choices.source)
     eos_ids = _eos_ids(choices.spec, tokenizer)
     torch.set_num_threads(choices.num_threads)
-    model, divided, lanes = _load_model(config, choices, progress, host_memory, most_cpu_tokens)
+    model, divided = _load_model(config, choices, progress, host_memory, cpu_levels)
     pools = _make_pools(choices, host_memory)
-    fallbacks = _find_fallbacks(choices, pools, divided)
+    fallbacks = _find_fallbacks(choices, pools, None if divided is None else divided.weights)
     kv_manager = KVManager(
         choices.memory.num_blocks,
         Regions(
@@ -206,7 +219,7 @@ def build_engine(
         copies=CopyEngine(pools, copy=trace.copy),
         device=choices.device,
         forward=forward,
-        decode_steps=_make_decode_steps(config, choices, model, pools, forward, stream_share, capture, lanes),
+        decode_steps=_make_decode_steps(config, choices, model, pools, forward, stream_share, capture, divided),
         torch_threads=TorchThreads(choices.num_threads)
         if choices.device.type == "cpu" and choices.threads is not None
         else None,
@@ -247,7 +260,7 @@ def build_engine(
             make_chat_template(config.chat_template, tokenizer),
         ),
         guides=GuideCompiler(tokenizer, vocab_size=choices.spec.vocab_size, eos_ids=eos_ids),
-        report=_report(config, choices, pools, stream=(stream_share, stream_why), fallbacks=fallbacks),
+        report=_report(config, choices, pools, divided, stream=(stream_share, stream_why), fallbacks=fallbacks),
         figures=EngineFigures(
             spec=choices.spec,
             device=str(choices.device),
@@ -371,7 +384,7 @@ def _choose_weights(
     ring = ring or RingSizes(chunk_bytes=chunk_bytes_for(budget), num_slots=NUM_SLOTS)
     chunk_size = ring.chunk_bytes // dtype.num_bytes
     if config.placement is not None:
-        placement, why = read_placement(config.placement), f"as {config.placement} says"
+        placement, why = read_placement(Path(config.placement)), f"as {config.placement} says"
     else:
         least_kv = kv.specs[Tier.GPU].num_blocks(config.kv_gpu_tokens or 0) * kv.specs[Tier.GPU].bytes_per_block
         wanted, why = config.weights_gpu_memory, "asked for"
@@ -436,7 +449,7 @@ def _make_decode_steps(
     forward: Forward,
     stream_share: float,
     capture: Callable[[], Capture],
-    lanes: WeightLanes | None,
+    divided: _Divided | None,
 ) -> FixedSteps | None:
     if choices.decode_form is DecodeForm.PROGRAM:
         return ProgramSteps(
@@ -459,7 +472,7 @@ def _make_decode_steps(
         stream_blocks=choices.stream.step_blocks if choices.stream is not None else 0,
         follows_lanes=config.stream_percent is None,
         capture=capture() if choices.decode_form is DecodeForm.CAPTURED else None,
-        weights=lanes,
+        weights=None if divided is None else divided.lanes,
     )
 
 
@@ -549,8 +562,8 @@ def _load_model(
     choices: _Choices,
     progress: Progress | None,
     host_memory: HostMemory,
-    most_cpu_tokens: int | None,
-) -> tuple[CausalLM, DividedWeights | None, WeightLanes | None]:
+    cpu_levels: Sequence[Level] | None,
+) -> tuple[CausalLM, _Divided | None]:
     device, dtype = choices.device, TORCH_DTYPES[choices.dtype]
     linear = LinearContext(choices.threads if device.type == "cpu" else None)
     is_divided = choices.weights.placement is not None
@@ -591,18 +604,25 @@ def _load_model(
             progress=progress,
         )
     if divided is None:
-        return model.eval(), None, None
-    if most_cpu_tokens is None:
-        most_cpu_tokens = find_most_cpu_tokens(device, multiplies_bf16=host_linear.multiplies_bf16)
+        return model.eval(), None
+    levels, rates = [Level(most_tokens=sys.maxsize, cpu_share=1.0)], None
+    if cpu_levels is not None:
+        levels = list(cpu_levels)
+    elif device.type == "cuda" and (parts := divided.host_parts()):
+        rates = measure_rates(parts, host_linear, divided.host_chunks(), divided.ring.slots)
+        sizes_in_dram = choices.weights.parts
+        assert sizes_in_dram is not None, "divided weights were counted"
+        levels = rates.levels(on_cpu=sizes_in_dram.on_cpu, streamed=sizes_in_dram.streamed)
     lanes = WeightLanes(
         divided.ring,
         dtype=TORCH_DTYPES[activation_dtype(choices.dtype, device)],
-        most_cpu_tokens=most_cpu_tokens,
+        most_native_tokens=host_linear.most_native_tokens,
+        levels=levels,
         begin_host=HostLane(device).begin,
         owner=divided,
     )
     divided.bind(lanes)
-    return model.eval(), divided, lanes
+    return model.eval(), _Divided(weights=divided, lanes=lanes, rates=rates)
 
 
 def _make_pools(choices: _Choices, memory: HostMemory) -> dict[Tier, KVPool]:
@@ -655,14 +675,27 @@ def _weights_row(choices: _Choices) -> ReportRow:
     return ReportRow(section="compute", name="weights", value=value, why=why)
 
 
-def _placement_rows(choices: _Choices) -> list[ReportRow]:
+def _placement_rows(choices: _Choices, divided: _Divided | None) -> list[ReportRow]:
     """Where weights lie, if not all on the accelerator."""
     parts = choices.weights.parts
     if parts is None:
         return []
     whole = choices.weights.bytes.on_gpu - parts.on_gpu
     value = describe_split(parts.on_gpu + whole, parts.on_cpu, parts.streamed)
-    return [ReportRow(section="compute", name="weights_placed", value=value, why=choices.weights.why)]
+    rows = [ReportRow(section="compute", name="weights_placed", value=value, why=choices.weights.why)]
+    if divided is not None and divided.rates is not None:
+        rates = divided.rates
+        levels = [f"{100 * level.cpu_share:.0f} % at {level.most_tokens}" for level in divided.lanes.levels[:-1]]
+        cpu = ", ".join(f"{rate / 1e9:.0f} at {num}" for num, rate in rates.cpu.items())
+        rows.append(
+            ReportRow(
+                section="compute",
+                name="weights_cpu_share",
+                value=f"of the CPU's part it multiplies {', '.join(levels)} tokens a step; the rest goes over the link",
+                why=f"the link brings {rates.link / 1e9:.1f} GB/s, the CPU multiplies {cpu} tokens (GB/s)",
+            )
+        )
+    return rows
 
 
 def _with_policy(
@@ -693,6 +726,7 @@ def _report(
     config: EngineConfig,
     choices: _Choices,
     pools: Mapping[Tier, KVPool],
+    divided: _Divided | None,
     *,
     stream: tuple[float, str],
     fallbacks: Fallbacks,
@@ -706,7 +740,7 @@ def _report(
             ReportRow(section="compute", name="device", value=str(choices.device)),
             ReportRow(section="compute", name="dtype", value=choices.dtype.value, why=choices.dtype_why),
             _weights_row(choices),
-            *_placement_rows(choices),
+            *_placement_rows(choices, divided),
             ReportRow(section="compute", name="threads", value=str(choices.num_threads)),
             ReportRow(section="compute", name="decode", value=choices.decode_form.value, why=choices.decode_form_why),
             *policy_rows(config),

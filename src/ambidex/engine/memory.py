@@ -10,7 +10,8 @@ from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVSpec, StreamBuffers
 from ambidex.core.ledger import MemoryLedger
 from ambidex.core.model_spec import ModelSpec
-from ambidex.core.units import MIB, format_size
+from ambidex.core.units import format_size
+from ambidex.cost.workspace import STEP_STREAM_SHARE, graph_bytes, workspace_bytes
 
 DEFAULT_SHARE_OF_FREE_GPU = 0.9
 """Of the free memory of a GPU; the rest is left to the driver, the context and fragmentation."""
@@ -18,13 +19,6 @@ DEFAULT_SHARE_OF_FREE_DRAM = 0.45
 """Of the free memory of the machine, for each of the two tiers when both lie in DRAM."""
 DEFAULT_CONTEXTS = 8
 """Full contexts for which a tier gets KV blocks when its budget is not named: more are rarely full at once."""
-
-
-STEP_STREAM_SHARE = 0.05
-"""Of the accelerator's budget, at most, for keys that decode steps bring from DRAM: two layers' share of them."""
-BYTES_PER_GRAPH = 16 * MIB
-"""What a captured step takes besides its tensors: the driver's nodes, some hundred launches of a few KiB each, and the
-rounding of the allocator's segments. An allowance, not a measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,43 +62,6 @@ class MemoryPlan:
     max_context_len: int
     max_context_reason: str
     ledger: MemoryLedger
-
-
-def workspace_bytes(spec: ModelSpec, *, max_tokens: int, max_rows: int, max_context_len: int, num_bytes: int) -> int:
-    """Bytes of activations that live at once, at most, in one step.
-
-    Args:
-        max_tokens: tokens of a step.
-        max_rows: rows of logits of a step (running requests).
-        num_bytes: bytes of a number in the compute format.
-    Formula: hidden states, residual, q, k, v and attention outputs in fp32 while states merge, gate, up and their
-    product; logits and their sorted fp64 copy; K and V of one request and layer, gathered.
-    """
-    logits = max_rows * spec.vocab_size * (4 + 4 + 8 * 4)
-    gathered = 2 * 2 * max_context_len * spec.num_kv_heads * spec.head_dim * num_bytes
-    return max_tokens * _activation_bytes(spec, num_bytes) + logits + gathered
-
-
-def graph_bytes(spec: ModelSpec, buckets: Sequence[int], *, num_bytes: int) -> int:
-    """Bytes that decode steps captured as graphs hold besides the workspace; 0 without buckets.
-
-    Args:
-        buckets: numbers of rows of the steps, ascending.
-        num_bytes: bytes of a number in the compute format.
-    Formula: activations of the largest step, whose memory the smaller ones share, its logits in the compute format,
-    twice in fp32, and an allowance for each graph.
-    """
-    if not buckets:
-        return 0
-    logits = spec.vocab_size * (num_bytes + 2 * 4)
-    return buckets[-1] * (_activation_bytes(spec, num_bytes) + logits) + len(buckets) * BYTES_PER_GRAPH
-
-
-def _activation_bytes(spec: ModelSpec, num_bytes: int) -> int:
-    """Of one token."""
-    per_token = 4 * spec.hidden_size + 3 * spec.intermediate_size + 3 * spec.num_q_heads * spec.head_dim
-    attention = 3 * 4 * spec.num_q_heads * spec.head_dim
-    return per_token * num_bytes + attention
 
 
 def step_stream_bytes(config: EngineConfig, free: FreeMemory) -> int:

@@ -1,15 +1,11 @@
 """Where weights lie when they do not fit on the GPU: from a file, or by a rule. Plain values only."""
 
-from collections.abc import Mapping
-from dataclasses import fields
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from ambidex.core.config import EngineConfig
-from ambidex.core.errors import AmbidexError, ConfigError
+from ambidex.core.errors import ConfigError
 from ambidex.core.placement import LayerPlacement, Placement, WeightSizes, WeightSplit
 from ambidex.core.units import MIB, format_size
-from ambidex.formats.json_file import read_json_object
 
 STREAMED_SHARE: Final = 0.35
 """Of the weights in DRAM, that a GPU reads over the link: link / (link + DRAM), so that both lanes end together.
@@ -53,31 +49,6 @@ def chunk_bytes_for(gpu_budget: int) -> int:
     return max(1, min(MOST_CHUNK_BYTES, int(gpu_budget * RING_SHARE) // NUM_SLOTS))
 
 
-def read_placement(path: str) -> Placement:
-    """Read a placement: `{"layers": [{"attention": {"on_gpu": 1.0, …}, "mlp": {…}}, …], "head": {…}}`.
-
-    Shares that are left out have the defaults of `WeightSplit`.
-
-    Raises:
-        ConfigError: the file cannot be read, is not of that form, or shares do not add up.
-    """
-    try:
-        content = read_json_object(Path(path))
-    except AmbidexError as error:
-        raise ConfigError(f"`placement` {path}: {error}") from error
-    top = _fields(content, path, "the placement", ("layers", "head"))
-    layers = top.get("layers")
-    if not isinstance(layers, list) or not layers:
-        raise ConfigError(f"`placement` {path}: `layers` must be a list with an entry for each layer")
-    made = []
-    for place, layer in enumerate(layers):
-        of_layer = _fields(layer, path, f"layer {place}", ("attention", "mlp"))
-        splits = {name: _split(value, path, f"{name} of layer {place}") for name, value in of_layer.items()}
-        made.append(LayerPlacement(**splits))
-    head = _split(top["head"], path, "head") if "head" in top else WeightSplit()
-    return Placement(layers=tuple(made), head=head)
-
-
 def describe_split(on_gpu: int, on_cpu: int, streamed: int) -> str:
     """Where weights lie, for people."""
     total = max(1, on_gpu + on_cpu + streamed)
@@ -96,28 +67,3 @@ def check_placement(config: EngineConfig, *, looks_ahead: bool, placement: Place
             f"policy {config.policy} computes queries a layer ahead: the weights of attention must lie on the "
             f"accelerator as a whole; give a larger `weights_gpu_memory`, or a `placement` that divides MLPs only"
         )
-
-
-def _split(value: object, path: str, where: str) -> WeightSplit:
-    names = tuple(item.name for item in fields(WeightSplit))
-    shares = _fields(value, path, where, names)
-    for name, share in shares.items():
-        if not isinstance(share, int | float) or isinstance(share, bool):
-            raise ConfigError(f"`placement` {path}: {name} of {where} is {share!r}, not a number")
-    if shares and "on_gpu" not in shares:
-        shares = {"on_gpu": 0.0, **shares}
-    try:
-        return WeightSplit(**shares)
-    except ConfigError as error:
-        raise ConfigError(f"`placement` {path}: {where}: {error}") from error
-
-
-def _fields(value: object, path: str, where: str, names: tuple[str, ...]) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"`placement` {path}: {where} must be an object with {', '.join(names)}")
-    for name in value:
-        if name not in names:
-            raise ConfigError(
-                f"`placement` {path}: {where} has an unknown field {name!r}: known are {', '.join(names)}"
-            )
-    return value

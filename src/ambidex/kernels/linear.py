@@ -39,9 +39,13 @@ class LinearContext:
 
     Args:
         threads: the threads of the native op; None where there is none (on a GPU, or without the compiled module).
+        most_native_tokens: rows of x up to which the native op is chosen for weights that are not quantised.
     """
 
-    def __init__(self, threads: native.ThreadPool | None = None) -> None:
+    def __init__(
+        self, threads: native.ThreadPool | None = None, *, most_native_tokens: int = MOST_NATIVE_TOKENS
+    ) -> None:
+        self.most_native_tokens = most_native_tokens
         self.pool = None if threads is None else LinearPool(threads)
         self.scratch = torch_linear.Scratch()
         self.multiplies_bf16 = threads is not None and native.isa() in ("avx512bf16", "amx")
@@ -81,7 +85,9 @@ class LinearOp:
         pool = self._context.pool if implementation == "native" and x.dtype == torch.float32 and x.dim() == 2 else None
         if pool is not None:
             x = x.contiguous()
-            if x.shape[0] <= MOST_NATIVE_TOKENS or all(isinstance(weight, QuantizedMatrix) for weight in weights):
+            if x.shape[0] <= self._context.most_native_tokens or all(
+                isinstance(weight, QuantizedMatrix) for weight in weights
+            ):
                 return self._multiply_natively(pool, x, weights, biases)
         for weight in weights:
             if weight.shape[1] != x.shape[-1]:

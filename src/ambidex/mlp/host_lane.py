@@ -1,32 +1,12 @@
 """The CPU lane of weights: rows in DRAM are multiplied there; x goes to them, and only what they give comes back."""
 
-import sys
 from collections.abc import Callable, Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from ambidex.mlp.cuts import SiteShape
 from ambidex.mlp.parts import Part, join
-
-MOST_TOKENS_WITH_BF16: Final = 128
-MOST_TOKENS_WITHOUT: Final = 32
-"""Tokens of a step up to which the CPU multiplies. Beyond, products take its time, not reading, and the link brings the
-rows to the GPU sooner. Both are equal at T = bytes · cpu / (2 · link), with `bytes` of a number and `cpu` operations a
-second: with 16-bit weights, a link of 55 GB/s and 8 TFLOP/s (16 cores with AMX) 145 tokens, with 1.5 TFLOP/s 27."""
-
-
-def find_most_cpu_tokens(device: torch.device, *, multiplies_bf16: bool) -> int:
-    """Tokens of a step up to which the CPU multiplies: all of them where it is the accelerator itself.
-
-    Args:
-        multiplies_bf16: whether the CPU has units for that.
-    """
-    if device.type == "cpu":
-        return sys.maxsize
-    return MOST_TOKENS_WITH_BF16 if multiplies_bf16 else MOST_TOKENS_WITHOUT
-
 
 Answer = tuple[range, Tensor]
 """Rows of a place, and what they give on the accelerator."""

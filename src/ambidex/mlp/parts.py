@@ -41,6 +41,8 @@ class Part:
 
     def __init__(self, numbers: Rows, activation: Activation | None, linear: LinearContext) -> None:
         self.rows = numbers.rows
+        self.num_in = numbers.joint_in.shape[1]
+        self.num_bytes = numbers.memory.nbytes
         self._activation = activation
         is_joint = numbers.memory.device.type == "cuda"  # one launch; the native CPU product takes several matrices
         self._weights = (numbers.joint_in,) if is_joint else tuple(numbers.ins)

@@ -23,7 +23,7 @@ from ambidex.layers.split_matrix import Piece, SplitMatrix
 from ambidex.mlp.cuts import Cuts, SiteShape
 from ambidex.mlp.host_lane import HostSide
 from ambidex.mlp.parts import Part, Rows
-from ambidex.mlp.split_site import HostPlace, SiteParts, SplitSite, StreamedPart, WeightLanes
+from ambidex.mlp.split_site import HostParts, HostPlace, SplitSite, StreamedPart, WeightLanes
 from ambidex.models.base import CausalLM, LinearSite
 from ambidex.models.quantized import names_of_parameters
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
@@ -192,28 +192,48 @@ class DividedWeights:
 
     def bind(self, lanes: WeightLanes) -> None:
         """Let each place compute with its parts; the weights and biases are filled."""
-        few = Lap(
-            self.ring, [rows.memory for plan, host in self._host_rows() for rows in host[len(plan.cuts.on_cpu) :]]
-        )
-        many = Lap(self.ring, [rows.memory for _, host in self._host_rows() for rows in host])
-        num_few = num_many = 0
-        for plan, (gpu, host) in zip(self._plans, self._rows, strict=True):
-            num_on_cpu = len(plan.cuts.on_cpu)
-            parts = SiteParts(
-                on_gpu=self._part(plan, gpu, None) if len(gpu.rows) else None,
-                host=self._host_side(plan, host[:num_on_cpu]) if num_on_cpu else None,
-                few=self._streamed(plan, host[num_on_cpu:], few, num_few),
-                many=self._streamed(plan, host, many, num_many),
-            )
-            if parts.host is not None:
-                lanes.places.append(
-                    HostPlace(side=parts.host, layer_idx=plan.layer_idx, is_before_attention=plan.is_before_attention)
-                )
-            num_few += len(parts.few)
-            num_many += len(parts.many)
+        sides = [self._host_parts(plan, host[: len(plan.cuts.on_cpu)]) for plan, host in self._host_rows()]
+        by_level = [self._bind_level(lanes, index, sides, level.cpu_share) for index, level in enumerate(lanes.levels)]
+        for place, (plan, (gpu, _)) in enumerate(zip(self._plans, self._rows, strict=True)):
             plan.site.stand_in = SplitSite(
-                plan.shape, parts, lanes, sizes=_answer_sizes(plan.site), bias=_last_bias(plan.site)
+                plan.shape,
+                self._part(plan, gpu, None) if len(gpu.rows) else None,
+                [parts[place] for parts in by_level],
+                lanes,
+                sizes=_answer_sizes(plan.site),
+                bias=_last_bias(plan.site),
             )
+
+    def _bind_level(
+        self, lanes: WeightLanes, level: int, sides: Sequence[Sequence[Part]], cpu_share: float
+    ) -> list[HostParts]:
+        """What becomes of each place's rows in DRAM if the CPU multiplies a share of its chunks."""
+        num_on_cpu = _share_out([len(parts) for parts in sides], cpu_share)
+        travelling = [host[num:] for num, (_, host) in zip(num_on_cpu, self._host_rows(), strict=True)]
+        lap = Lap(lanes.ring, [rows.memory for host in travelling for rows in host])
+        lanes.set_lap(level, lap)
+        made: list[HostParts] = []
+        first = 0
+        for plan, parts, num, host in zip(self._plans, sides, num_on_cpu, travelling, strict=True):
+            side = HostSide(plan.shape, parts[:num]) if num else None
+            made.append(HostParts(side=side, streamed=self._streamed(plan, host, lap, first)))
+            first += len(host)
+            if side is not None:
+                lanes.add_place(
+                    level,
+                    HostPlace(side=side, layer_idx=plan.layer_idx, is_before_attention=plan.is_before_attention),
+                )
+        return made
+
+    def host_parts(self) -> list[Part]:
+        """Parts that the CPU multiplies, of one place after the other, for measurements: the weights are filled."""
+        return [
+            part for plan, host in self._host_rows() for part in self._host_parts(plan, host[: len(plan.cuts.on_cpu)])
+        ]
+
+    def host_chunks(self) -> list[Tensor]:
+        """All numbers in DRAM, chunk by chunk."""
+        return [rows.memory for _, host in self._host_rows() for rows in host]
 
     def _host_rows(self) -> list[tuple[SitePlan, list[Rows]]]:
         return [(plan, host) for plan, (_, host) in zip(self._plans, self._rows, strict=True)]
@@ -231,12 +251,22 @@ class DividedWeights:
         part.bind(_neuron_biases(plan.site))
         return part
 
-    def _host_side(self, plan: SitePlan, host: Sequence[Rows]) -> HostSide:
+    def _host_parts(self, plan: SitePlan, host: Sequence[Rows]) -> list[Part]:
         parts = [Part(rows, _activation_of(plan.site), self._host_linear) for rows in host]
         biases = [bias.to("cpu", torch.float32) for bias in _neuron_biases(plan.site)]
         for part in parts:
             part.bind(biases)
-        return HostSide(plan.shape, parts)
+        return parts
+
+
+def _share_out(counts: Sequence[int], share: float) -> list[int]:
+    """A share of each count as a whole number, so that the sums up to any place are right to within one half."""
+    taken: list[int] = []
+    wanted = 0.0
+    for count in counts:
+        wanted += count * share
+        taken.append(min(count, max(0, int(wanted + 0.5) - sum(taken))))
+    return taken
 
 
 class _Arena:

@@ -5,7 +5,7 @@ the parameter, so that memory never holds more than one piece above what stays.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -36,6 +36,8 @@ _CHUNK_BYTES: Final = 32 * 2**20  # of fp32; smaller pieces cost calls, larger o
 _NUM_SHOWN: Final = 8
 _DUMMY_STD: Final = 0.02  # what most families are initialised with
 _DUMMY_NUMBERS: Final = 16 * 2**20  # of which divided matrices are made
+_DUMMY_OFFSETS: Final = 2**16
+_DUMMY_STEP: Final = 4099  # a prime
 _TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
@@ -136,23 +138,28 @@ def make_dummy_weights(
     for parameter in model.parameters():
         parameter.normal_(0.0, _DUMMY_STD, generator=generator)
     if divided:
-        some = torch.empty(_DUMMY_NUMBERS, dtype=dtype, device=device).normal_(0.0, _DUMMY_STD, generator=generator)
-        for place, matrix in enumerate(divided.values()):
-            for piece in matrix.pieces:
-                _repeat(some.roll(place).to(piece.data.device), piece.data)
+        _fill_pieces([piece.data for matrix in divided.values() for piece in matrix.pieces], generator, device, dtype)
     for module in model.modules():
         if isinstance(module, (RMSNorm, LayerNorm)):
             for name, parameter in module.named_parameters():
                 parameter.fill_(0.0 if name == "bias" else 1.0)
 
 
-def _repeat(numbers: Tensor, to: Tensor) -> None:
-    """Fill [n, k] row by row with the same numbers again and again."""
-    num_rows = max(1, numbers.numel() // to.shape[1])
-    row = numbers.repeat(-(-to.shape[1] // numbers.numel()))[: num_rows * to.shape[1]].view(num_rows, -1)
-    for start in range(0, to.shape[0], num_rows):
-        piece = to[start : start + num_rows]
-        piece.copy_(row[: len(piece)])
+def _fill_pieces(
+    pieces: Sequence[Tensor], generator: torch.Generator, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Fill matrices [n, k] with the same random numbers again and again, each from another one on."""
+    num = min(_DUMMY_NUMBERS, max(piece.numel() for piece in pieces)) + _DUMMY_OFFSETS
+    numbers = torch.empty(num, dtype=dtype, device=device).normal_(0.0, _DUMMY_STD, generator=generator)
+    on_device = {near: numbers.to(near) for near in {piece.device for piece in pieces}}
+    for place, piece in enumerate(pieces):
+        width = piece.shape[1]
+        num_rows = max(1, min(piece.shape[0], (num - _DUMMY_OFFSETS) // width))
+        first = place * _DUMMY_STEP % _DUMMY_OFFSETS
+        rows = on_device[piece.device][first : first + num_rows * width].view(num_rows, width)
+        for start in range(0, piece.shape[0], num_rows):
+            part = piece[start : start + num_rows]
+            part.copy_(rows[: len(part)])
 
 
 def _open_checkpoint(source: ModelSource, spec: ModelSpec, names: Collection[str]) -> dict[str, _Stored]:

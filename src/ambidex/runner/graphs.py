@@ -31,7 +31,6 @@ from ambidex.core.step import ScheduledRequest
 from ambidex.kernels import api
 from ambidex.kernels.cpu.native import KeyBatch, ThreadPool
 from ambidex.kernels.cpu.recorded import Arena
-from ambidex.kernels.linear import MOST_NATIVE_TOKENS
 from ambidex.mlp.handover import WeightHandover
 from ambidex.mlp.split_site import WeightLanes
 from ambidex.models.base import AttentionOp, CausalLM
@@ -134,7 +133,7 @@ class DecodeSteps:
         self._handovers: dict[int, Handover] = {}
         self._weights = weights
         self._weight_handovers: dict[int, WeightHandover] = {}
-        self._arena = Arena() if weights is not None and weights.places else None
+        self._arena = Arena() if weights is not None else None
         self._balance = LaneBalance(stream_share) if follows_lanes and stream_share > 0 else None
         self._stream = None
         if self._dram is not None and stream_share > 0 and stream_blocks > 0:
@@ -198,7 +197,7 @@ class DecodeSteps:
         if self._is_given_up or num_rows is None:
             return None
         replay = self._replays.get((num_rows, False))
-        if replay is None or (self._weights is not None and self._weights.has_host(num_rows)):
+        if replay is None or (self._weights is not None and self._weights.places(num_rows)):
             return None
         if not self._batch.try_prepare(requests, num_rows, self._launched_rows) or self._batch.key_batches is not None:
             return None
@@ -238,8 +237,14 @@ class DecodeSteps:
         if self._stream is not None and batches is not None:
             self._stream.finish()
         if self._balance is not None and host.keys is not None and host.weights is None:
-            self._batch.stream_share = self._balance.update(host.keys.num_last / self._spec.num_layers)
+            cpu_last = host.keys.num_last / self._spec.num_layers
+            self._batch.stream_share = self._balance.update(cpu_last, self._batch.streamed_share)
         return True
+
+    @property
+    def weight_lanes(self) -> WeightLanes | None:
+        """The lanes of divided weights; None: all lie on the accelerator."""
+        return self._weights
 
     @property
     def dram_threads(self) -> ThreadPool | None:
@@ -295,17 +300,17 @@ class DecodeSteps:
         if batches is None and weights is None:
             return None
         keys = None if batches is None else self._handover(num_rows)
-        places = self._weights.places if self._weights is not None and weights is not None else ()
+        places = self._weights.places(num_rows) if self._weights is not None else ()
         return HostAnswers(keys, weights, places, self._spec.num_layers)
 
     def _weight_handover(self, num_rows: int) -> WeightHandover | None:
-        if self._weights is None or not self._weights.has_host(num_rows):
+        if self._weights is None or not self._weights.places(num_rows):
             return None
         if num_rows not in self._weight_handovers:
-            is_recorded = num_rows <= MOST_NATIVE_TOKENS
+            is_recorded = self._weights.is_native(num_rows)
             pool = self._pools[Tier.GPU]
             self._weight_handovers[num_rows] = WeightHandover(
-                [place.side for place in self._weights.places],
+                [place.side for place in self._weights.places(num_rows)],
                 num_rows,
                 dtype=self._weights.dtype,
                 device=pool.device,
@@ -375,11 +380,3 @@ class DecodeSteps:
         self._is_given_up = True
         self._replays.clear()
         logger.warning("CUDA graphs are given up, decode is slower: a step of %d rows failed: %s", num_rows, error)
-
-
-def make_buckets(max_running_requests: int) -> tuple[int, ...]:
-    """Sizes of decode steps, up to the first that holds all running requests, and to 256: beyond that a launch's cost
-    is small beside the step's."""
-    sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
-    largest = next((size for size in sizes if size >= max_running_requests), sizes[-1])
-    return tuple(size for size in sizes if size <= largest)

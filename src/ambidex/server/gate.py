@@ -25,7 +25,7 @@ from ambidex.core.errors import AmbidexError
 from ambidex.server.config import LogFormat
 from ambidex.server.errors import ErrorAnswer, answer_for, bad_request
 from ambidex.server.metrics import Metrics
-from ambidex.server.stream import ClientGoneError
+from ambidex.server.stream import SEND, ClientGoneError
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,7 @@ class Gate:
         scope["ambidex.record"] = record
         begun_s = time.monotonic()
         exchange = _Exchange(record, send, self._cors_headers(headers))
+        scope[SEND] = exchange.send
         try:
             self._check(scope, headers, record)
             if not await self._answer_preflight(scope, receive, exchange, headers):

@@ -81,10 +81,10 @@ class Generation:
                 if not news:
                     done, total = await self.answer.progress()
                     yield comment(f"{done} of {total} prompt tokens are computed" if done < total else "ping")
-                for idx, output in news:
-                    last[idx] = output
-                    for choice in self.writer.advance(idx, output):
-                        yield frame.event([choice])
+                last.update(news)
+                events = [frame.event([choice]) for idx, output in news for choice in self.writer.advance(idx, output)]
+                if events:
+                    yield b"".join(events)
             if self.has_usage:
                 outputs = [last[idx] for idx in range(self.num_choices)]
                 yield event(self._head() | {"choices": [], "usage": self._usage(outputs)})

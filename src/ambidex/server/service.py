@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from ambidex.core.errors import AmbidexError
+from ambidex.core.errors import AmbidexError, EngineLostError
 from ambidex.engine.client import EngineClient
 from ambidex.engine.pulse import Stage
 from ambidex.engine.status import EngineStatus
@@ -73,20 +73,22 @@ class EngineService:
         self._llm: EngineClient | None = None
         self._changed = asyncio.Event()
         self._starts: list[float] = []
-        self.state = EngineState.LOADING
+        self._state = EngineState.LOADING
         self.error: AmbidexError | Exception | None = None
         self.loaded_bytes = (0, 0)
         self.num_restarts = 0
 
+    @property
+    def state(self) -> EngineState:
+        """Where the engine stands now."""
+        is_lost = self._state is EngineState.READY and self._llm is not None and self._llm.fault is not None
+        return EngineState.RESTARTING if is_lost else self._state
+
     async def run(self) -> None:
         """Load, then watch until the engine cannot be mended or the task is cancelled."""
         try:
-            while await self._load():
-                llm = self._llm
-                while llm is not None and llm.fault is None:
-                    await asyncio.sleep(POLL_S)
-                if not await self._begin_restart():
-                    return
+            while await self._run_engine() and await self._begin_restart():
+                pass
         finally:
             await self._close()
 
@@ -114,7 +116,7 @@ class EngineService:
         Raises:
             RefusedError: it never will be.
         """
-        while self.state in (EngineState.LOADING, EngineState.RESTARTING) or self._has_fault():
+        while self.state in (EngineState.LOADING, EngineState.RESTARTING):
             await asyncio.sleep(POLL_S)
         return self.engine()
 
@@ -128,6 +130,8 @@ class EngineService:
             return await asyncio.wait_for(self.engine().status(), STATUS_S)
         except TimeoutError:
             raise unavailable("the engine does not answer: try again soon", code="engine_stalled") from None
+        except EngineLostError as error:
+            raise unavailable(f"{error}: try again soon", code="engine_restarting") from None
 
     async def find_status(self) -> EngineStatus | None:
         """The same, None in place of an error."""
@@ -138,17 +142,20 @@ class EngineService:
     async def readiness(self) -> Readiness:
         """Whether a token was produced lately or can be."""
         llm = self._llm
-        if llm is None or self.state is not EngineState.READY or llm.fault is not None:
-            return Readiness(is_ready=False, status=EngineState.RESTARTING if self._has_fault() else self.state)
+        if llm is None or self.state is not EngineState.READY:
+            return Readiness(is_ready=False, status=self.state)
         status = await self.find_status()
         if status is not None and status.beat.stage is Stage.IDLE:
             with contextlib.suppress(TimeoutError, AmbidexError):  # what the stage says decides
                 await asyncio.wait_for(llm.probe(), PROBE_S)
             status = await self.find_status()
         if status is None:
-            is_gone = self._llm is not llm or llm.fault is not None
-            status_name = EngineState.RESTARTING if is_gone else "stalled"
-            return Readiness(is_ready=False, status=status_name, stage=None if is_gone else "answering nothing")
+            is_silent = self.state is EngineState.READY
+            return Readiness(
+                is_ready=False,
+                status="stalled" if is_silent else self.state,
+                stage="answering nothing" if is_silent else None,
+            )
         now = time.monotonic()
         age = None if status.last_token_s is None else now - status.last_token_s
         stage_s = now - status.beat.since_s
@@ -161,29 +168,32 @@ class EngineService:
             last_token_age_s=None if age is None else round(age, 3),
         )
 
-    def _has_fault(self) -> bool:
-        return self._llm is not None and self._llm.fault is not None and self.state is EngineState.READY
-
-    async def _load(self) -> bool:
+    async def _run_engine(self) -> bool:
+        """Build the engine and watch it until it fails; false if it cannot be built."""
         self._starts.append(time.monotonic())
         try:
-            self._llm = await self._make(self._note_progress)
+            llm = self._llm = await self._make(self._note_progress)
             _freeze_heap()
         except Exception as error:
-            self.error, self.state = error, EngineState.FAILED
+            self.error = error
+            if isinstance(error, EngineLostError) and self._state is EngineState.RESTARTING:
+                return True  # it has been built before
+            self._state = EngineState.FAILED
             if not isinstance(error, AmbidexError):
                 logger.exception("the engine could not be built")
             return False
-        self.state = EngineState.READY
+        self._state = EngineState.READY
         logger.info("the model is ready after %.1f s", time.monotonic() - self._starts[-1])
+        while llm.fault is None:
+            await asyncio.sleep(POLL_S)
+        self.error = llm.fault
         return True
 
     async def _begin_restart(self) -> bool:
         llm, self._llm = self._llm, None
-        self.error = llm.fault if llm is not None else None
         recent = [start for start in self._starts if time.monotonic() - start < RESTART_WINDOW_S]
         is_last = len(recent) > MAX_RESTARTS
-        self.state = EngineState.FAILED if is_last else EngineState.RESTARTING
+        self._state = EngineState.FAILED if is_last else EngineState.RESTARTING
         if llm is not None:
             await llm.close()  # its memory is needed for the next one
         del llm
@@ -204,8 +214,8 @@ class EngineService:
         self.loaded_bytes = (done, total)
 
     async def _close(self) -> None:
-        if self.state is not EngineState.FAILED:
-            self.state = EngineState.CLOSED
+        if self._state is not EngineState.FAILED:
+            self._state = EngineState.CLOSED
         if self._llm is not None:
             await self._llm.close()
 

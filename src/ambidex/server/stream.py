@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -13,7 +13,12 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # once: it is called for each token
+_encode = msgspec.json.Encoder().encode  # once: it is called for each token
+
+
+SEND = "ambidex.send"
+"""Where the gate leaves its own `send`: the layers between only look at whether a response has begun, and every chunk
+of every stream would go through all of them."""
 
 
 class ClientGoneError(Exception):
@@ -22,7 +27,7 @@ class ClientGoneError(Exception):
 
 def event(value: object) -> bytes:
     """One event."""
-    return b"data: " + _encode(value).encode() + b"\n\n"
+    return b"data: " + _encode(value) + b"\n\n"
 
 
 class ChunkFrame:
@@ -33,12 +38,12 @@ class ChunkFrame:
     """
 
     def __init__(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        self._head = "data: " + _encode(before)[:-1] + ',"choices":['
-        self._tail = "]" + ("," if after else "") + _encode(after)[1:] + "\n\n"
+        self._head = b"data: " + _encode(before)[:-1] + b',"choices":['
+        self._tail = b"]" + (b"," if after else b"") + _encode(after)[1:] + b"\n\n"
 
     def event(self, choices: Sequence[Mapping[str, Any]]) -> bytes:
         """One event."""
-        return (self._head + ",".join(map(_encode, choices)) + self._tail).encode()
+        return self._head + b",".join(map(_encode, choices)) + self._tail
 
 
 def comment(text: str) -> bytes:
@@ -82,9 +87,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the frames as they come."""
-        del scope
         with contextlib.suppress(ClientGoneError):
-            await while_connected(receive, self._send_all(send))
+            await while_connected(receive, self._send_all(scope.get(SEND, send)))
 
     async def _send_all(self, send: Send) -> None:
         async with contextlib.aclosing(self._frames) as frames:  # type: ignore[type-var]

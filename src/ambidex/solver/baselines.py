@@ -14,7 +14,7 @@ from typing import Final
 
 from ambidex.core.placement import LayerPlacement, Placement, WeightSplit
 from ambidex.cost.workload import KVShares
-from ambidex.solver.problem import MARGIN_BYTES, STREAM_BUFFERS, PlacementProblem
+from ambidex.solver.problem import MARGIN_BYTES, PlacementProblem
 
 ON_CPU: Final = WeightSplit(on_gpu=0.0, on_cpu=1.0)
 STREAMED: Final = WeightSplit(on_gpu=0.0, streamed=1.0)
@@ -41,19 +41,33 @@ def keys_in(problem: PlacementProblem, free_bytes: float, *, on_cpu: bool) -> KV
 
 
 def _free(problem: PlacementProblem) -> float:
-    return problem.gpu_bytes - problem.gpu_fixed_bytes - MARGIN_BYTES
+    head = problem.units.head_bytes if problem.is_head_whole else 0
+    return problem.gpu_bytes - problem.gpu_fixed_bytes - problem.ring_bytes - head - MARGIN_BYTES
+
+
+def _head_bytes(problem: PlacementProblem) -> int:
+    """Of a head that may be divided."""
+    return 0 if problem.is_head_whole else problem.units.head_bytes
+
+
+def _kv_bytes(problem: PlacementProblem, kv: KVShares) -> float:
+    return max(problem.least_kv_bytes, kv.on_gpu * problem.units.kv_gpu_bytes)
 
 
 def _layer_bytes(problem: PlacementProblem) -> list[int]:
     return [layer.attention_bytes + layer.mlp_bytes for layer in problem.units.layers]
 
 
+def _head(problem: PlacementProblem, split: WeightSplit) -> WeightSplit:
+    return WeightSplit() if problem.is_head_whole else split
+
+
 def _evenly(problem: PlacementProblem, free: float) -> Placement:
     """The same fraction of everything on the GPU, the rest on the CPU."""
-    share = max(0.0, min(1.0, free / (sum(_layer_bytes(problem)) + problem.units.head_bytes)))
+    share = max(0.0, min(1.0, free / (sum(_layer_bytes(problem)) + _head_bytes(problem))))
     split = WeightSplit(on_gpu=share, on_cpu=1.0 - share)
     layer = LayerPlacement(attention=split, mlp=split)
-    return Placement(layers=(layer,) * len(problem.units.layers), head=split)
+    return Placement(layers=(layer,) * len(problem.units.layers), head=_head(problem, split))
 
 
 def _all_gpu(problem: PlacementProblem, _on_cpu: bool) -> Candidate | None:
@@ -64,7 +78,7 @@ def _layer_split(problem: PlacementProblem, on_cpu: bool) -> Candidate | None:
     """Keys follow their layers there; here tokens are divided, in the same share as layers."""
     units, sizes = problem.units, _layer_bytes(problem)
     kv_per_layer = units.kv_gpu_bytes / len(sizes)
-    free, num = _free(problem) - units.head_bytes - units.least_kv_on_gpu * units.kv_gpu_bytes, 0
+    free, num = _free(problem) - _head_bytes(problem) - units.least_kv_on_gpu * units.kv_gpu_bytes, 0
     while num < len(sizes) and free >= sizes[num] + kv_per_layer:
         free -= sizes[num] + kv_per_layer
         num += 1
@@ -77,21 +91,25 @@ def _layer_split(problem: PlacementProblem, on_cpu: bool) -> Candidate | None:
 
 def _all_streamed(problem: PlacementProblem, on_cpu: bool) -> Candidate | None:
     layer = LayerPlacement(attention=STREAMED, mlp=STREAMED)
-    free = _free(problem) - problem.units.head_bytes - STREAM_BUFFERS * max(_layer_bytes(problem))
-    kv = keys_in(problem, free, on_cpu=on_cpu)
+    kv = keys_in(problem, _free(problem) - _head_bytes(problem), on_cpu=on_cpu)
     return None if kv is None else (Placement(layers=(layer,) * len(problem.units.layers)), kv)
 
 
 def _all_cpu(problem: PlacementProblem, on_cpu: bool) -> Candidate | None:
     layer = LayerPlacement(attention=ON_CPU, mlp=ON_CPU)
     kv = keys_in(problem, _free(problem), on_cpu=on_cpu)
-    return None if kv is None else (Placement(layers=(layer,) * len(problem.units.layers), head=ON_CPU), kv)
+    return (
+        None
+        if kv is None
+        else (Placement(layers=(layer,) * len(problem.units.layers), head=_head(problem, ON_CPU)), kv)
+    )
 
 
 def _weights_first(problem: PlacementProblem, on_cpu: bool) -> Candidate | None:
     units = problem.units
     free = _free(problem)
-    weights = min(free - units.least_kv_on_gpu * units.kv_gpu_bytes, sum(_layer_bytes(problem)) + units.head_bytes)
+    least_kv = max(problem.least_kv_bytes, units.least_kv_on_gpu * units.kv_gpu_bytes)
+    weights = min(free - least_kv, sum(_layer_bytes(problem)) + _head_bytes(problem))
     kv = keys_in(problem, free - max(0.0, weights), on_cpu=on_cpu)
     return None if kv is None else (_evenly(problem, weights), kv)
 
@@ -99,13 +117,13 @@ def _weights_first(problem: PlacementProblem, on_cpu: bool) -> Candidate | None:
 def _kv_first(problem: PlacementProblem, on_cpu: bool) -> Candidate | None:
     free = _free(problem)
     kv = keys_in(problem, free, on_cpu=on_cpu)
-    return None if kv is None else (_evenly(problem, free - kv.on_gpu * problem.units.kv_gpu_bytes), kv)
+    return None if kv is None else (_evenly(problem, free - _kv_bytes(problem, kv)), kv)
 
 
 def _half_half(problem: PlacementProblem, on_cpu: bool) -> Candidate | None:
     units, free = problem.units, _free(problem)
     kv = keys_in(problem, max(free / 2, units.least_kv_on_gpu * units.kv_gpu_bytes), on_cpu=on_cpu)
-    return None if kv is None else (_evenly(problem, free - kv.on_gpu * units.kv_gpu_bytes), kv)
+    return None if kv is None else (_evenly(problem, free - _kv_bytes(problem, kv)), kv)
 
 
 BASELINES: Final[Mapping[str, Callable[[PlacementProblem, bool], Candidate | None]]] = {

@@ -10,8 +10,6 @@ from ambidex.core.units import MIB
 from ambidex.cost.units import StepUnits
 from ambidex.cost.workload import KVShares
 
-STREAM_BUFFERS: Final = 2
-"""Layers' streamed weights that the GPU holds: one is multiplied with while the other fills."""
 MARGIN_BYTES: Final = MIB
 """Of each budget that is not given out: fractions of matrices are rounded to rows, and programs solved to 1e-7."""
 
@@ -42,14 +40,25 @@ class PlacementProblem:
     """One workload on one machine.
 
     `gpu_bytes` and `dram_bytes` are the budgets (`dram_bytes` None: as much as is needed); of the first, what is not
-    divided takes `gpu_fixed_bytes`: embedding, norms, workspace, graphs, buffers of keys.
+    divided takes `gpu_fixed_bytes`: embedding, norms, workspace, graphs, buffers of keys. `ring_bytes` are buffers
+    through which weights in DRAM travel, if any lie there. `is_head_whole`: the head is the table of
+    tokens, which lies on the GPU.
     """
 
     units: StepUnits
     gpu_bytes: int
     gpu_fixed_bytes: int = 0
+    ring_bytes: int = 0
+    least_kv_bytes: int = 0
+    """Of GPU memory kept for keys, whatever this workload's: other traffic will need them."""
     dram_bytes: int | None = None
+    is_head_whole: bool = False
     pins: Pins = Pins()
+
+    @property
+    def pinned_head(self) -> WeightSplit | None:
+        """Where the head must lie."""
+        return WeightSplit() if self.is_head_whole else self.pins.head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,20 +83,17 @@ def measure_memory(problem: PlacementProblem, placement: Placement, kv: KVShares
     """Bytes that a placement takes."""
     units, head = problem.units, placement.head
     on_gpu, on_cpu, streamed = (share * units.head_bytes for share in (head.on_gpu, head.on_cpu, head.streamed))
-    most_streamed = streamed
     for layer, where in zip(units.layers, placement.layers, strict=True):
         parts = ((layer.attention_bytes, where.attention), (layer.mlp_bytes, where.mlp))
         on_gpu += sum(size * split.on_gpu for size, split in parts)
         on_cpu += sum(size * split.on_cpu for size, split in parts)
-        in_layer = sum(size * split.streamed for size, split in parts)
-        streamed += in_layer
-        most_streamed = max(most_streamed, in_layer)
+        streamed += sum(size * split.streamed for size, split in parts)
     return MemoryUse(
         gpu={
             "weights": round(on_gpu),
             "embedding, norms, workspace": problem.gpu_fixed_bytes,
-            "buffers of streamed weights": round(STREAM_BUFFERS * most_streamed),
-            "keys and values": round(kv.on_gpu * units.kv_gpu_bytes),
+            "buffers of weights on their way": 0 if placement.is_all_on_gpu else problem.ring_bytes,
+            "keys and values": max(problem.least_kv_bytes, round(kv.on_gpu * units.kv_gpu_bytes)),
         },
         dram={
             "weights, multiplied there": round(on_cpu),

@@ -11,10 +11,9 @@ placement: then sums over the class are all that matters, and those are the vari
 and for all layers the shares of keys, the head's shares, and the step's time T, which is to be least:
 
     T ≥ path,   T ≥ link,   T ≥ dram      (cost/step.py)
-    bytes on the GPU ≤ budget − buffers,   bytes in DRAM ≤ budget
+    bytes on the GPU ≤ budget,   bytes in DRAM ≤ budget
 
-Buffers are of the largest streamed part of a layer. That part is no variable (it would be multiplied with n): the
-program is solved for some sizes of it. Solver: HiGHS, through scipy.
+What costs as a whole or not at all is no variable but part of the question (`Form`). Solver: HiGHS, through scipy.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,7 +30,7 @@ from ambidex.core.placement import LayerPlacement, Placement, WeightSplit
 from ambidex.core.units import GIB
 from ambidex.cost.units import LayerUnits
 from ambidex.cost.workload import KVShares
-from ambidex.solver.problem import MARGIN_BYTES, STREAM_BUFFERS, PlacementProblem
+from ambidex.solver.problem import MARGIN_BYTES, PlacementProblem
 
 MS: Final = 1e3
 """Times are in milliseconds and memory in GiB: numbers near 1, as solvers like them."""
@@ -56,6 +55,18 @@ class Group:
     layers: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What is allowed, and paid for, in a program.
+
+    `cpu_attends`: the CPU attends over keys in DRAM, for a handover a layer. `weights_leave`: weights may lie in DRAM,
+    for buffers on the GPU through which they travel.
+    """
+
+    cpu_attends: bool
+    weights_leave: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A placement that the program found, and its own T in seconds; `slack_bytes` by capacity if it was relaxed."""
@@ -77,20 +88,16 @@ def find_groups(problem: PlacementProblem) -> tuple[Group, ...]:
 def solve_program(
     problem: PlacementProblem,
     groups: tuple[Group, ...],
+    form: Form,
     *,
-    buffer_bytes: float,
-    cpu_attends: bool,
     is_relaxed: bool = False,
 ) -> Answer | None:
-    """Solve for one size of buffers; None if nothing fits.
+    """Solve a program; None if nothing fits.
 
     Args:
-        buffer_bytes: streamed weights of a layer, at most.
-        cpu_attends: whether the CPU attends over keys in DRAM, which costs a handover a layer.
         is_relaxed: budgets may be exceeded; by how much is then what is made least.
     """
-    program = _Program(problem, groups, buffer_bytes=buffer_bytes, cpu_attends=cpu_attends, is_relaxed=is_relaxed)
-    return program.solve()
+    return _Program(problem, groups, form, is_relaxed=is_relaxed).solve()
 
 
 class _Program:
@@ -100,13 +107,11 @@ class _Program:
         self,
         problem: PlacementProblem,
         groups: tuple[Group, ...],
+        form: Form,
         *,
-        buffer_bytes: float,
-        cpu_attends: bool,
         is_relaxed: bool,
     ) -> None:
-        self._problem, self._groups, self._units = problem, groups, problem.units
-        self._buffer_bytes, self._cpu_attends = buffer_bytes, cpu_attends
+        self._problem, self._groups, self._units, self._form = problem, groups, problem.units, form
         self._names: dict[str, int] = {}
         self._bounds: list[tuple[float, float]] = []
         self._integer: list[int] = []
@@ -118,7 +123,6 @@ class _Program:
         self._gpu: Row = {}
         self._dram: Row = {}
         self._objective: Row = {}
-        self._num_constant_path_ms = self._units.fixed_s * MS
         self._add("T")
         for idx, group in enumerate(groups):
             self._add_group(idx, group)
@@ -169,7 +173,7 @@ class _Program:
         counts = []
         for name, split_cpu in _classes(idx):
             pinned = (group.attention, group.mlp)
-            is_possible = all(
+            is_possible = (self._form.weights_leave or not any(split_cpu)) and all(
                 split is None or (split.on_cpu > 0) == has_cpu for split, has_cpu in zip(pinned, split_cpu, strict=True)
             )
             num = self._add(f"{name}.n", 0, num_layers if is_possible else 0, is_integer=True)
@@ -193,8 +197,6 @@ class _Program:
                 has_cpu=split_cpu[1],
                 pinned=group.mlp,
             )
-            streamed = {f"{name}.attention.stream": u.attention_bytes / GIB, f"{name}.mlp.stream": u.mlp_bytes / GIB}
-            self._row(streamed | {num: -self._buffer_bytes / GIB}, high=0.0)
         self._row(dict.fromkeys(counts, 1.0), num_layers, num_layers)  # fmt: skip
 
     def _add_part(
@@ -209,9 +211,8 @@ class _Program:
         pinned: WeightSplit | None,
     ) -> None:
         """Attention or MLP of a class."""
-        gpu, cpu, stream = (
-            self._add(f"{name}.{lane}", 0, np.inf if lane != "cpu" or has_cpu else 0.0) for lane in LANES
-        )
+        allowed = {"gpu": True, "cpu": has_cpu, "stream": self._form.weights_leave}
+        gpu, cpu, stream = (self._add(f"{name}.{lane}", 0, np.inf if allowed[lane] else 0.0) for lane in LANES)
         self._row({gpu: 1.0, cpu: 1.0, stream: 1.0, num: -1.0}, 0.0, 0.0)
         if pinned is not None:
             for variable, share in ((gpu, pinned.on_gpu), (cpu, pinned.on_cpu), (stream, pinned.streamed)):
@@ -235,7 +236,7 @@ class _Program:
     def _add_keys(self) -> None:
         units, pinned = self._units, self._problem.pins.kv
         gpu, cpu, stream = (
-            self._add(f"kv.{lane}", 0.0, 1.0 if lane != "cpu" or self._cpu_attends else 0.0) for lane in LANES
+            self._add(f"kv.{lane}", 0.0, 1.0 if lane != "cpu" or self._form.cpu_attends else 0.0) for lane in LANES
         )
         self._row({gpu: 1.0, cpu: 1.0, stream: 1.0}, 1.0, 1.0)
         if pinned is None:
@@ -248,7 +249,7 @@ class _Program:
             phase = self._add(f"kv.time.{idx}")
             self._row({phase: 1.0, gpu: -num * u.gpu_kv_s * MS, stream: -num * u.gpu_kv_s * MS}, low=0.0)
             self._path[phase] = 1.0
-            if self._cpu_attends:
+            if self._form.cpu_attends:
                 handover = num * units.kv_handover_s * MS
                 self._row({phase: 1.0, cpu: -num * u.cpu_kv_s * MS}, low=handover)
             else:
@@ -259,17 +260,16 @@ class _Program:
         self._read[cpu], self._streamed[stream] = read, read
 
     def _add_head(self) -> None:
-        """The last projection. It is not streamed unless that is asked for: its buffers would be a layer's and more."""
-        units, pinned = self._units, self._problem.pins.head
-        gpu, cpu = (self._add(f"head.{lane}", 0.0, 1.0) for lane in LANES[:2])
-        stream = self._add("head.stream", 0.0, 0.0 if pinned is None else 1.0)
+        """The last projection."""
+        units, pinned = self._units, self._problem.pinned_head
+        allowed = {"gpu": True, "cpu": self._form.weights_leave, "stream": self._form.weights_leave}
+        gpu, cpu, stream = (self._add(f"head.{lane}", 0.0, float(allowed[lane])) for lane in LANES)
         has_cpu = self._add("head.has_cpu", 0, 1, is_integer=True)
         self._row({gpu: 1.0, cpu: 1.0, stream: 1.0}, 1.0, 1.0)
         self._row({cpu: 1.0, has_cpu: -1.0}, high=0.0)
         if pinned is not None:
             for variable, share in ((gpu, pinned.on_gpu), (cpu, pinned.on_cpu), (stream, pinned.streamed)):
                 self._row({variable: 1.0}, share, share)
-            self._row({stream: units.head_bytes / GIB}, high=self._buffer_bytes / GIB)
         phase, idle = self._add("head.time"), self._add("head.idle")
         gpu_ms, cpu_ms, handover = (s * MS for s in (units.gpu_head_s, units.cpu_head_s, units.head_handover_s))
         self._row({phase: 1.0, gpu: -gpu_ms, stream: -gpu_ms}, low=0.0)
@@ -281,11 +281,16 @@ class _Program:
 
     def _add_budgets(self, is_relaxed: bool) -> None:
         problem = self._problem
-        room = problem.gpu_bytes - problem.gpu_fixed_bytes - STREAM_BUFFERS * self._buffer_bytes - MARGIN_BYTES
+        ring = problem.ring_bytes if self._form.weights_leave else 0
+        room = problem.gpu_bytes - problem.gpu_fixed_bytes - ring - MARGIN_BYTES
         slack: Row = {}
         if is_relaxed:
             slack = {self._add(f"slack.{name}"): -1.0 for name in ("gpu", "dram")}
-        self._row(self._gpu | {name: value for name, value in slack.items() if "gpu" in name}, high=room / GIB)
+        more = {name: value for name, value in slack.items() if "gpu" in name}
+        self._row(self._gpu | more, high=room / GIB)
+        if problem.least_kv_bytes:
+            weights = {name: value for name, value in self._gpu.items() if name != "kv.gpu"}
+            self._row(weights | more, high=(room - problem.least_kv_bytes) / GIB)
         if problem.dram_bytes is not None:
             more = {name: value for name, value in slack.items() if "dram" in name}
             self._row(self._dram | more, high=(problem.dram_bytes - MARGIN_BYTES) / GIB)
@@ -300,7 +305,7 @@ class _Program:
         fixed = units.fixed_s * MS
         idle = {name: value * idle_share for name, value in self._idle.items()}
         idle_fixed = fixed
-        if self._cpu_attends:
+        if self._form.cpu_attends:
             idle_fixed += len(units.layers) * units.kv_handover_s * MS
         self._row({"T": 1.0} | {name: -value for name, value in self._path.items()}, low=fixed)
         self._row({"T": 1.0} | {name: -value for name, value in copies.items()}, low=0.0)
@@ -320,7 +325,7 @@ class _Program:
                 attention, mlp = (_split(values, f"{name}.{part}", num) for part in ("attention", "mlp"))
                 made.append((num, LayerPlacement(attention=group.attention or attention, mlp=group.mlp or mlp)))
             layers |= zip(group.layers, _spread([item for item in made if item[0]]), strict=True)
-        head = self._problem.pins.head or _split(values, "head", 1)
+        head = self._problem.pinned_head or _split(values, "head", 1)
         return Placement(layers=tuple(layers[idx] for idx in range(len(layers))), head=head)
 
     def _keys(self, values: Mapping[str, float]) -> KVShares:

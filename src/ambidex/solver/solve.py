@@ -2,21 +2,22 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Final
 
 from ambidex.core.errors import ConfigError
 from ambidex.core.placement import Placement
-from ambidex.core.units import GIB, format_size
+from ambidex.core.units import format_size
 from ambidex.cost.step import StepPrediction, predict_step
 from ambidex.cost.workload import KVShares
 from ambidex.solver.baselines import simple_placements
 from ambidex.solver.problem import MemoryUse, Pins, PlacementProblem, fits, measure_memory
-from ambidex.solver.program import Answer, Group, find_groups, solve_program
+from ambidex.solver.program import Answer, Form, find_groups, solve_program
 
-BUFFER_SHARES: Final = (0.0, 1 / 32, 1 / 8, 1 / 4, 1 / 2, 1.0)
-"""Of the largest layer: sizes of the streamed part for which the program is solved first."""
-NUM_REFINEMENTS: Final = 3
-"""Times that the best size's neighbours are tried, half as far away each time."""
+LESS: Final = "a shorter context or a smaller batch"
+FORMS: Final = tuple(
+    Form(cpu_attends=attends, weights_leave=leave) for attends, leave in product((False, True), repeat=2)
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ def solve_placement(problem: PlacementProblem) -> Solution:
 
     Raises:
         ConfigError: nothing fits, or a pinned layer is not there; says which capacity binds and by how much.
-    Cost: some 20 programs, of milliseconds each.
+    Cost: 4 programs, of milliseconds each.
     """
     problem.pins.check(len(problem.units.layers))
     if not problem.units.has_link:
@@ -67,17 +68,12 @@ def explain_infeasible(problem: PlacementProblem) -> str:
         return (
             f"`gpu_memory` {format_size(problem.gpu_bytes)} is too small for what is not divided: embedding, norms, "
             f"workspace and buffers take {format_size(problem.gpu_fixed_bytes)}, {format_size(1 - room)} more than "
-            f"there is: raise it, or lower `context`, `batch` or `chunk`"
+            f"there is: raise it, or plan for a shorter context, a smaller batch or smaller chunks"
         )
     groups = find_groups(problem)
     answers = [
-        answer
-        for buffer_bytes in {0.0, _pinned_stream_bytes(problem)}
-        for cpu_attends in (True, False)
-        if (answer := solve_program(
-            problem, groups, buffer_bytes=buffer_bytes, cpu_attends=cpu_attends, is_relaxed=True
-        ))
-    ]  # fmt: skip
+        answer for form in FORMS if (answer := solve_program(problem, groups, form, is_relaxed=True)) is not None
+    ]
     if not answers:
         return "what is pinned contradicts itself: no placement has all of it, whatever the memory; unpin some of it"
     least = min(answers, key=lambda answer: sum(answer.slack_bytes.values()))
@@ -92,7 +88,7 @@ def explain_infeasible(problem: PlacementProblem) -> str:
     return (
         f"{' and '.join(lacks) or 'nothing fits'}{pinned}: weights take {format_size(weights)}, keys and values "
         f"{format_size(problem.units.kv_dram_bytes)}; the nearest placement has {format_size(use.gpu_bytes)} on the "
-        f"GPU and {format_size(use.dram_bytes)} in DRAM: raise that budget, or lower `context` or `batch`"
+        f"GPU and {format_size(use.dram_bytes)} in DRAM: raise that budget, or plan for {LESS}"
     )
 
 
@@ -102,53 +98,17 @@ def _solve_without_gpu(problem: PlacementProblem) -> Solution:
         lack = solution.memory.gpu_bytes - problem.gpu_bytes
         raise ConfigError(
             f"`dram_memory` {format_size(problem.gpu_bytes)} is {format_size(lack)} too small: without a GPU all of "
-            f"the model and its keys lie there, {format_size(solution.memory.gpu_bytes)}: lower `context` or `batch`"
+            f"the model and its keys lie there, {format_size(solution.memory.gpu_bytes)}: plan for {LESS}"
         )
     return solution
 
 
 def _solve_programs(problem: PlacementProblem) -> Iterator[Answer]:
-    """Answers for sizes of buffers: a coarse grid, then closer around the best."""
     groups = find_groups(problem)
-    largest = max(layer.attention_bytes + layer.mlp_bytes for layer in problem.units.layers)
-    tried: dict[float, list[Answer]] = {}
-
-    def solve(size: float) -> float:
-        if size not in tried:
-            tried[size] = list(_solve_both(problem, groups, size))
-        return min((answer.step_s for answer in tried[size]), default=float("inf"))
-
-    sizes = sorted({share * largest for share in BUFFER_SHARES} | {_pinned_stream_bytes(problem)})
-    best = min(sizes, key=solve)
-    place = sizes.index(best)
-    low, high = sizes[max(0, place - 1)], sizes[min(len(sizes) - 1, place + 1)]
-    for _ in range(NUM_REFINEMENTS):
-        near = (low, (low + best) / 2, best, (best + high) / 2, high)
-        best = min(near, key=solve)
-        place = near.index(best)
-        low, high = near[max(0, place - 1)], near[min(4, place + 1)]
-    for answers in tried.values():
-        yield from answers
-
-
-def _solve_both(problem: PlacementProblem, groups: tuple[Group, ...], size: float) -> Iterator[Answer]:
-    for cpu_attends in (True, False):
-        answer = solve_program(problem, groups, buffer_bytes=size, cpu_attends=cpu_attends)
+    for form in FORMS:
+        answer = solve_program(problem, groups, form)
         if answer is not None and fits(problem, answer.placement, answer.kv):
             yield answer
-
-
-def _pinned_stream_bytes(problem: PlacementProblem) -> float:
-    """Buffers that pinned streamed parts need, whatever else is streamed."""
-    pins, units = problem.pins, problem.units
-    sizes = [pins.head.streamed * units.head_bytes if pins.head is not None else 0.0]
-    for idx, layer in enumerate(units.layers):
-        attention, mlp = pins.attention.get(idx), pins.mlp.get(idx)
-        sizes.append(
-            (attention.streamed * layer.attention_bytes if attention is not None else 0.0)
-            + (mlp.streamed * layer.mlp_bytes if mlp is not None else 0.0)
-        )
-    return max(sizes)
 
 
 def _describe(problem: PlacementProblem, placement: Placement, kv: KVShares, how: str) -> Solution:
@@ -159,7 +119,3 @@ def _describe(problem: PlacementProblem, placement: Placement, kv: KVShares, how
         memory=measure_memory(problem, placement, kv),
         how=how,
     )
-
-
-GAIN_BYTES: Final = GIB
-"""Of memory, for which reports say what it would bring."""

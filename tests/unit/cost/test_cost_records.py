@@ -59,7 +59,8 @@ def profile_of(record: dict[str, Any]) -> HardwareProfile:
         gpu=GpuRates(
             name="h200", memory_bytes=1, read_bytes_per_s=gpu,
             products=presets.roofline(gpu * presets.GPU_PRODUCT_READ / presets.GPU_READ, {"bf16": 775e12}),
-            attention_bytes_per_s=gpu * presets.GPU_ATTENTION / presets.GPU_READ, layer_s=presets.GPU_LAYER_S,
+            attention_bytes_per_s=gpu * presets.GPU_ATTENTION / presets.GPU_READ,
+            layer_s=presets.GPU_LAYER_S,
         ),
         cpu=CpuRates(
             name="xeon", num_threads=15, read_bytes_per_s=Curve(((15, dram),)),

@@ -64,12 +64,15 @@ def problems(draw: st.DrawFn) -> PlacementProblem:
     layers = tuple(kind for kind in kinds for _ in range(draw(st.integers(1, 4))))
     units = make_units(
         layers, head_mib=draw(sizes), link=link, beside=max(cpu, link) * draw(st.floats(1, 2)),
-        handover_s=draw(st.sampled_from([0.0, 1e-5, 1e-4, 1e-3])), gpu=gpu, cpu=cpu,
+        handover_s=draw(st.sampled_from([0.0, 1e-5, 1e-4, 1e-3])),
+        gpu=gpu, cpu=cpu,
     )  # fmt: skip
     total = sum(layer.attention_bytes + layer.mlp_bytes + layer.kv_bytes for layer in layers) + units.head_bytes
+    is_whole = draw(st.booleans())
     return PlacementProblem(
         units=units, gpu_bytes=int(total * draw(st.floats(0.1, 1.2))) + 8 * MIB, gpu_fixed_bytes=MIB,
-        dram_bytes=draw(st.sampled_from([None, int(total * 1.1), 2 * total])),
+        ring_bytes=2 * MIB,
+        dram_bytes=draw(st.sampled_from([None, int(total * 1.1), 2 * total])), is_head_whole=is_whole,
     )  # fmt: skip
 
 
@@ -81,7 +84,8 @@ def grid_of(problem: PlacementProblem) -> list[tuple[Placement, KVShares]]:
     for attention, mlp, (g, c, s) in itertools.product(splits, splits, halves):
         kv = KVShares(on_gpu=max(g, 0.05), on_cpu=c * (0.95 if g == 0 else 1), streamed=s * (0.95 if g == 0 else 1))
         layers = (LayerPlacement(attention=attention, mlp=mlp),) * len(problem.units.layers)
-        found += [(Placement(layers=layers, head=head), kv) for head in (WeightSplit(), ON_CPU)]
+        heads = (WeightSplit(),) if problem.is_head_whole else (WeightSplit(), ON_CPU)
+        found += [(Placement(layers=layers, head=head), kv) for head in heads]
     return found
 
 
@@ -96,6 +100,7 @@ def test_budgets_hold_and_nothing_simple_is_faster(problem: PlacementProblem) ->
         assert not fitting
         return
     assert fits(problem, solution.placement, solution.kv)
+    assert solution.placement.head.on_gpu == 1.0 or not problem.is_head_whole
     assert solution.step.step_s <= min(fitting, default=math.inf) * (1 + TOLERANCE)
 
 
@@ -107,8 +112,7 @@ def test_more_memory_is_never_slower(problem: PlacementProblem, factor: float) -
     except ConfigError:
         return
     richer = solve_placement(replace(problem, gpu_bytes=int(problem.gpu_bytes * factor)))
-    # Sizes of buffers are tried, not solved for: a grid that lies otherwise may cost a little.
-    assert richer.step.step_s <= solution.step.step_s * 1.01
+    assert richer.step.step_s <= solution.step.step_s * (1 + TOLERANCE)
     if problem.dram_bytes is not None:
         richer = solve_placement(replace(problem, dram_bytes=int(problem.dram_bytes * factor)))
         assert richer.step.step_s <= solution.step.step_s * (1 + TOLERANCE)
@@ -182,8 +186,10 @@ def test_more_memory_brings_what_solving_with_it_brings() -> None:
 
 def test_memory_of_a_placement_is_counted_by_part() -> None:
     placement = Placement(layers=(LayerPlacement(attention=ON_CPU, mlp=STREAMED), *(LayerPlacement(),) * 5))
-    use = measure_memory(PlacementProblem(units=UNITS, gpu_bytes=WHOLE), placement, KVShares(on_gpu=0.5, on_cpu=0.5))
-    assert use.gpu["buffers of streamed weights"] == 2 * 120 * MIB
+    use = measure_memory(
+        PlacementProblem(units=UNITS, gpu_bytes=WHOLE, ring_bytes=7 * MIB), placement, KVShares(on_gpu=0.5, on_cpu=0.5)
+    )
+    assert use.gpu["buffers of weights on their way"] == 7 * MIB
     assert use.gpu["weights"] == (5 * 160 + 30) * MIB
     assert use.dram == {
         "weights, multiplied there": 40 * MIB, "weights, streamed": 120 * MIB, "keys and values": 30 * MIB,

@@ -129,6 +129,20 @@ class KeyBatch:
             raise ShapeError(f"key batch: {error}") from error
         self.num_rows = int(row_offsets[-1])
 
+    def set_positions(self, of_blocks: Tensor, of_rows: Tensor) -> None:
+        """Say where keys and queries stand in their contexts, for attention with slopes.
+
+        Args:
+            of_blocks: [n] int64, the position of the first token of each of `block_ids`.
+            of_rows: [T] int64, of each query.
+        Raises:
+            ShapeError: they do not fit the batch.
+        """
+        try:
+            self.native.set_positions(of_blocks.numpy(), of_rows.numpy())
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"key batch: {error}") from error
+
     def assign(
         self, block_ids: Array64, block_offsets: Array64, first_key: Array64, num_keys: Array64, row_offsets: Array64
     ) -> None:
@@ -205,6 +219,7 @@ class AttentionPool:
         scale: float,
         k_scales: Tensor | None = None,
         v_scales: Tensor | None = None,
+        slopes: Tensor | None = None,
         isa: str | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Partial attention of a ragged batch over blocks of one layer, where they lie.
@@ -217,6 +232,8 @@ class AttentionPool:
             k_pool, v_pool: tiled, of one dtype out of `NUMBER_NAMES`.
             scale: factor of q·k, positive.
             k_scales, v_scales: [Hkv, N, P] fp32, with int8 pools only: row = scale · integers.
+            slopes: [Hq] fp32 (ALiBi, arXiv:2108.12409): a score is less by slope · (position of q − position of k); the
+                batch has positions then.
             isa: one of `available_isas()`, for tests; None for the fastest.
         Returns:
             `out` [T, Hq, D] fp32 and `lse` [T, Hq] fp32, natural log; 0 and −inf where a request sees no key.
@@ -239,6 +256,7 @@ class AttentionPool:
                 scale,
                 out,
                 lse,
+                slopes=None if slopes is None else array_of(slopes),
                 isa=isa,
             )
         except (TypeError, ValueError) as error:

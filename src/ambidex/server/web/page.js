@@ -156,7 +156,11 @@ function render(now) {
   find("waiting").textContent = now.num_waiting;
   find("moves").textContent = now.num_moves + (now.num_failed_moves ? ` (${now.num_failed_moves} failed)` : "");
   find("preemptions").textContent = now.num_preemptions;
+  find("cached").textContent = now.num_cached_tokens;
+  find("evicted").textContent = now.num_evicted_blocks + (now.num_cache_mismatches ? ` (${now.num_cache_mismatches} differed)` : "");
+  find("restarts").textContent = now.num_restarts;
   find("tiers").replaceChildren(...Object.entries(now.tiers).map(([name, tier]) => tierRow(name, tier)));
+  if (last && now.num_restarts !== last.num_restarts) last = null; // the engine's counters began anew
   if (last && now.time_s > last.time_s) {
     const seconds = now.time_s - last.time_s;
     const rate = (now.num_output_tokens - last.num_output_tokens) / seconds;
@@ -186,13 +190,14 @@ function tierRow(name, tier) {
   const head = document.createElement("span");
   head.append(make("b", "", name.toUpperCase()), make("em", "", `KV ${bytes(tier.kv_bytes)} of ${bytes(tier.capacity_bytes)}`));
   const bar = make("div", "bar");
-  bar.append(part("kv", tier.kv_bytes / total));
+  bar.append(part("kv", tier.kv_bytes / total), part("kept", tier.cached_bytes / total));
   const mark = make("i", "mark");
   mark.style.left = `calc(${(100 * tier.peak_kv_bytes) / total}% - 2px)`;
   if (tier.peak_kv_bytes) bar.append(mark);
-  bar.title = `weights ${bytes(tier.weights_bytes)}, KV ${bytes(tier.kv_bytes)}, at most ${bytes(tier.peak_kv_bytes)}`;
+  bar.title = `weights ${bytes(tier.weights_bytes)}, KV ${bytes(tier.kv_bytes)}, at most ${bytes(tier.peak_kv_bytes)}, kept ${bytes(tier.cached_bytes)}`;
   row.append(head, bar);
-  if (tier.weights_bytes) row.append(make("em", "", `and ${bytes(tier.weights_bytes)} of weights`));
+  const more = [[tier.cached_bytes, "kept"], [tier.weights_bytes, "of weights"]].filter(([size]) => size);
+  if (more.length) row.append(make("em", "more", `and ${more.map(([size, what]) => `${bytes(size)} ${what}`).join(", ")}`));
   return row;
 }
 

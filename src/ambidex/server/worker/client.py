@@ -276,7 +276,7 @@ class WorkerEngine:
             return "it closed its connection"
         if code >= 0:
             return f"exit code {code}"
-        hint = " (by the kernel, if memory ran out)" if -code == signal.SIGKILL else ""
+        hint = ", which is what the kernel does when memory runs out" if -code == signal.SIGKILL else ""
         return f"killed by {signal.Signals(-code).name}{hint}"
 
     def _kill(self, reason: EngineLostError) -> None:

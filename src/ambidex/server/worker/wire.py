@@ -300,7 +300,7 @@ class Channel(asyncio.Protocol):
 
     Args:
         take: called with each message.
-        on_lost: called once when there is no connection any more; with the reason, if this end gave it up.
+        on_lost: called once when there is no connection any more; with the reason, if it was this end that gave it up.
         received: the union of messages that may come.
         max_bytes: of a message, in both directions.
     """
@@ -359,7 +359,7 @@ class Channel(asyncio.Protocol):
                 message = self._decoder.decode(memoryview(self._buffer)[begin:end])
                 start = end
                 self._take(message)
-        except (InternalError, msgspec.MsgspecError) as error:
+        except (AmbidexError, msgspec.MsgspecError) as error:
             self._error = error
             if self._transport is not None:
                 self._transport.abort()
@@ -368,8 +368,9 @@ class Channel(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """asyncio: there is no connection any more."""
+        del exc  # a process that was killed resets its connection: why it ended says more
         self._transport = None
-        self._on_lost(self._error or exc)
+        self._on_lost(self._error)
 
 
 def _decode_counter(kind: type, value: Any) -> Any:
