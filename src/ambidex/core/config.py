@@ -129,7 +129,8 @@ class EngineConfig:
     )  # fmt: skip
     placement: str | None = setting(
         None, SettingKind.TEXT,
-        "JSON file that says which share of each layer's weights lies where, in place of weights-gpu-memory",
+        "JSON file that says which share of each layer's weights lies where, in place of weights-gpu-memory; auto: as "
+        "the cost model finds it fastest on this machine, which `ambidex calibrate` has measured",
     )  # fmt: skip
     kv_gpu_tokens: int | None = setting(
         None, SettingKind.INT,

@@ -1,10 +1,10 @@
 """The composition root: settings → every object, by hand and in order. Only this module sees both planes."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -28,6 +28,7 @@ from ambidex.core.regions import Regions
 from ambidex.core.selection import SelectionLimits, SelectionSetting
 from ambidex.core.step import make_buckets
 from ambidex.core.units import format_size
+from ambidex.engine.auto_placement import AUTO, AutoPlacement, Budgets, solve_weights
 from ambidex.engine.bounded_form import BoundedForm, choose_bounded_form
 from ambidex.engine.core import EngineCore
 from ambidex.engine.engine import Engine
@@ -58,10 +59,13 @@ from ambidex.engine.weights_plan import (
     chunk_bytes_for,
     describe_split,
     fill_placement,
+    read_placement,
 )
 from ambidex.formats.locate import ModelSource, find_model
 from ambidex.formats.spec import read_spec
 from ambidex.hw.memory import read_memory
+from ambidex.hw.profile import HardwareProfile, Machine
+from ambidex.hw.profile_file import default_path, read_profile
 from ambidex.hw.topology import read_topology
 from ambidex.kernels.cpu import native
 from ambidex.kernels.cpu.bounded import BoundedPool
@@ -98,7 +102,6 @@ from ambidex.runner.tracing import LaneTracing, trace_lanes
 from ambidex.runner.verified import VerifiedExecutor
 from ambidex.sched.feedback import SelectionFeedback
 from ambidex.sched.scheduler import Scheduler
-from ambidex.solver.placement_file import read_placement
 from ambidex.storage.checksums import BlockChecksums, VerifiedCopy
 from ambidex.storage.copy import CopyBlock, CopyEngine, copy_block
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
@@ -153,6 +156,8 @@ class _Weights:
     ring: RingSizes
     bytes: WeightBytes
     parts: DividedBytes | None = None
+    auto: AutoPlacement | None = None
+    """What was solved, if it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +182,7 @@ def build_engine(
     cpu_levels: Sequence[Level] | None = None,
     min_scanned: int = MIN_SCANNED_BLOCKS,
     host_memory: HostMemory = HOST_MEMORY,
+    profile: HardwareProfile | None = None,
 ) -> Engine:
     """Load a model and make it ready to answer.
 
@@ -192,12 +198,15 @@ def build_engine(
             measured, on a CPU all of it.
         min_scanned: whole blocks of a request from which the bounded policy scans its keys.
         host_memory: who is asked for pinned memory and huge pages; a test hands in one that refuses.
+        profile: of the machine, for `placement` auto; None: the one that `ambidex calibrate` wrote.
     Raises:
         ConfigError, ModelError: the settings or the model cannot be used.
         MachineError: the machine has not what they need.
     """
     tracer = open_tracer(config.trace)
-    choices = _choose(config, decode_form, streams_chunks=min_streamed is not None, weight_ring=weight_ring)
+    choices = _choose(
+        config, decode_form, streams_chunks=min_streamed is not None, weight_ring=weight_ring, profile=profile
+    )
     tokenizer = load_tokenizer(choices.source)
     eos_ids = _eos_ids(choices.spec, tokenizer)
     torch.set_num_threads(choices.num_threads)
@@ -292,6 +301,7 @@ def build_engine(
             tier: sum(entry.num_bytes for entry in choices.memory.ledger.entries(tier) if entry.owner == "weights")
             for tier in pools
         },
+        predict_step=choices.weights.auto.predict_step_s if choices.weights.auto is not None else None,
     )
 
 
@@ -306,7 +316,12 @@ def _cache_identity(choices: _Choices) -> str:
 
 
 def _choose(
-    config: EngineConfig, decode_form: DecodeForm | None, *, streams_chunks: bool, weight_ring: RingSizes | None
+    config: EngineConfig,
+    decode_form: DecodeForm | None,
+    *,
+    streams_chunks: bool,
+    weight_ring: RingSizes | None,
+    profile: HardwareProfile | None,
 ) -> _Choices:
     source = find_model(config.model)
     spec = read_spec(source)
@@ -351,8 +366,9 @@ def _choose(
     buckets = _decode_buckets(config) if form is DecodeForm.CAPTURED else ()
     fixed = fixed_bytes(config, spec, activations=activations, graph_buckets=buckets, stream=stream)
     weights = _choose_weights(
-        config, spec, dtype, device, kv, keeps_quantized=keeps, free=free, fixed=fixed, ring=weight_ring
-    )
+        config, spec, dtype, device, kv, keeps_quantized=keeps, free=free, fixed=fixed, ring=weight_ring,
+        profile=profile,
+    )  # fmt: skip
     if weights.placement is not None:
         check_placement(config, looks_ahead=Need.LOOK_AHEAD in policy.needs, placement=weights.placement)
     return _Choices(
@@ -393,8 +409,9 @@ def _choose_weights(
     free: FreeMemory,
     fixed: FixedBytes,
     ring: RingSizes | None,
+    profile: HardwareProfile | None,
 ) -> _Weights:
-    """Where weights lie: as a file says, or what fits on the accelerator there and the rest in DRAM.
+    """Where weights lie: as a file or the solver says, or what fits on the accelerator there and the rest in DRAM.
 
     Raises:
         ConfigError: the file cannot be used, or what cannot be divided does not fit.
@@ -409,8 +426,26 @@ def _choose_weights(
     budget = find_gpu_budget(config, free)
     ring = ring or RingSizes(chunk_bytes=chunk_bytes_for(budget), num_slots=NUM_SLOTS)
     chunk_size = ring.chunk_bytes // dtype.num_bytes
-    if config.placement is not None:
-        placement, why = read_placement(Path(config.placement)), f"as {config.placement} says"
+    auto: AutoPlacement | None = None
+    if config.placement == AUTO:
+        num_parts = len(plan_sites(skeleton, Placement.all_on_gpu(spec.num_layers), chunk_size=chunk_size))
+        auto = solve_weights(
+            config,
+            spec,
+            dtype=dtype,
+            profile=profile or _read_profile(device),
+            budgets=Budgets(
+                gpu=budget,
+                dram=config.dram_memory if config.dram_memory is not None else free.dram,
+                gpu_fixed=fixed.total + num_parts * ALIGNMENT_BYTES,
+                ring=ring.num_slots * ring.chunk_bytes,
+            ),
+        )
+        placement, why = auto.placement, auto.why
+        if placement.is_all_on_gpu:
+            return _Weights(placement=None, why=why, ring=ring, bytes=WeightBytes(on_gpu=total), auto=auto)
+    elif config.placement is not None:
+        placement, why = read_placement(config.placement, spec.num_layers), f"as {config.placement} says"
     else:
         least_kv = kv.specs[Tier.GPU].num_blocks(config.kv_gpu_tokens or 0) * kv.specs[Tier.GPU].bytes_per_block
         wanted, why = config.weights_gpu_memory, "asked for"
@@ -438,7 +473,21 @@ def _choose_weights(
         ring=ring,
         bytes=WeightBytes(on_gpu=sizes.whole + parts.on_gpu, in_dram=parts.on_cpu + parts.streamed, ring=parts.ring),
         parts=parts,
+        auto=auto,
     )
+
+
+def _read_profile(device: torch.device) -> HardwareProfile:
+    """The profile of this machine.
+
+    Raises:
+        ConfigError: there is none, or it is another machine's; says how to make one.
+    """
+    topology = read_topology()
+    gpu = torch.cuda.get_device_properties(device).name if device.type == "cuda" else None
+    profile = read_profile(default_path(os.environ))
+    profile.check_machine(Machine(cpu=topology.cpu_model, cores=topology.num_usable_cores, gpu=gpu))
+    return profile
 
 
 def _choose_decode_form(
@@ -808,6 +857,7 @@ def _report(
             ReportRow(section="compute", name="dtype", value=choices.dtype.value, why=choices.dtype_why),
             _weights_row(choices),
             *_placement_rows(choices, divided),
+            *(choices.weights.auto.rows() if choices.weights.auto is not None else ()),
             ReportRow(section="compute", name="threads", value=str(choices.num_threads)),
             ReportRow(section="compute", name="decode", value=choices.decode_form.value, why=choices.decode_form_why),
             *policy_rows(config, choices.bounded),
