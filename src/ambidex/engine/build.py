@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -14,7 +14,7 @@ from ambidex.attention.select.registry import make_policy
 from ambidex.attention.selective import SelectiveAttention
 from ambidex.attention.streamed import measure_stream_share, why_no_stream
 from ambidex.attention.tiered import TieredAttention
-from ambidex.core.config import EngineConfig, Graphs, LoadFormat
+from ambidex.core.config import DTypeChoice, EngineConfig, Graphs, LoadFormat
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError, NativeModuleError
 from ambidex.core.ids import Tier
@@ -64,6 +64,7 @@ from ambidex.kernels.cpu import native
 from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
 from ambidex.kernels.dispatch import choose, find_fallbacks
 from ambidex.kernels.linear import LinearContext
+from ambidex.kernels.reference.quantized import RECORD_BYTES as GPU_KINDS
 from ambidex.kv.manager import KVManager
 from ambidex.kv.prefix_cache import PrefixCacheLimits
 from ambidex.mlp.host_lane import HostLane
@@ -138,13 +139,14 @@ class _Choices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Weights:
-    """Where weights lie. `placement` None: all on the accelerator."""
+    """Where weights lie. `placement` None: all on the accelerator. `kinds`: GGUF types of what is divided as stored."""
 
     placement: Placement | None
     why: str
     ring: RingSizes
     bytes: WeightBytes
     parts: DividedBytes | None = None
+    kinds: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,7 +345,7 @@ def _choose(
         device=device,
         dtype=dtype,
         dtype_why=dtype_why,
-        keeps_quantized=keeps and weights.placement is None,
+        keeps_quantized=keeps,
         num_threads=num_threads,
         threads=threads,
         kv=kv,
@@ -378,7 +380,9 @@ def _choose_weights(
         dtype=TORCH_DTYPES[dtype],
         activation_dtype=TORCH_DTYPES[activation_dtype(dtype, device)],
     )
-    total = sum(count_weights_bytes(skeleton, find_kept(spec) if keeps_quantized else {}).values())
+    as_stored = find_kept(spec) if keeps_quantized else {}
+    kinds = as_stored if device.type == "cpu" else _find_kinds_for_gpu(config, spec)
+    total = sum(count_weights_bytes(skeleton, as_stored).values())
     budget = find_gpu_budget(config, free)
     ring = ring or RingSizes(chunk_bytes=chunk_bytes_for(budget), num_slots=NUM_SLOTS)
     chunk_size = ring.chunk_bytes // dtype.num_bytes
@@ -392,9 +396,10 @@ def _choose_weights(
             wanted, why = max(0, budget - fixed.total - kept), "what the budget leaves beside workspace and some KV"
         if wanted is None or wanted >= total:
             return _Weights(placement=None, why="they fit", ring=ring, bytes=WeightBytes(on_gpu=total))
-        sizes = measure_weights(skeleton, dtype.num_bytes)
+        sizes = measure_weights(skeleton, dtype.num_bytes, kinds=kinds, whole_kinds=as_stored)
         share = STREAMED_SHARE if device.type == "cuda" else 0.0
-        nothing = plan_sites(skeleton, fill_placement(sizes, 0, streamed_share=share), chunk_size=chunk_size)
+        in_dram = fill_placement(sizes, 0, streamed_share=share)
+        nothing = plan_sites(skeleton, in_dram, chunk_size=chunk_size, kinds=kinds)
         least = sizes.whole + count_bytes(nothing, ring, dtype.num_bytes).ring + ALIGNMENT_BYTES * len(nothing)
         if wanted < least:
             raise ConfigError(
@@ -402,8 +407,8 @@ def _choose_weights(
                 f"weights on their way take {format_size(least)}: give at least that, or a larger `gpu_memory`"
             )
         placement = fill_placement(sizes, wanted - least, streamed_share=share)
-    sizes = measure_weights(skeleton, dtype.num_bytes)
-    plans = plan_sites(skeleton, placement, chunk_size=chunk_size)
+    sizes = measure_weights(skeleton, dtype.num_bytes, kinds=kinds, whole_kinds=as_stored)
+    plans = plan_sites(skeleton, placement, chunk_size=chunk_size, kinds=kinds)
     parts = count_bytes(plans, ring, dtype.num_bytes)
     return _Weights(
         placement=placement,
@@ -411,7 +416,15 @@ def _choose_weights(
         ring=ring,
         bytes=WeightBytes(on_gpu=sizes.whole + parts.on_gpu, in_dram=parts.on_cpu + parts.streamed, ring=parts.ring),
         parts=parts,
+        kinds=kinds,
     )
+
+
+def _find_kinds_for_gpu(config: EngineConfig, spec: ModelSpec) -> dict[str, str]:
+    """Matrices of a GGUF file that a GPU multiplies as they are stored, where they are divided, and their types."""
+    if config.dtype is not DTypeChoice.AUTO or config.load_format is LoadFormat.DUMMY:
+        return {}
+    return {name: kind for name, kind in find_kept(spec).items() if kind in GPU_KINDS}
 
 
 def _choose_decode_form(
@@ -580,7 +593,12 @@ def _load_model(
         sizes = choices.weights.ring
         divided = DividedWeights(
             model,
-            plan_sites(model, choices.weights.placement, chunk_size=sizes.chunk_bytes // choices.dtype.num_bytes),
+            plan_sites(
+                model,
+                choices.weights.placement,
+                chunk_size=sizes.chunk_bytes // choices.dtype.num_bytes,
+                kinds=choices.weights.kinds,
+            ),
             sizes=sizes,
             device=device,
             dtype=dtype,

@@ -138,7 +138,8 @@ def make_dummy_weights(
     for parameter in model.parameters():
         parameter.normal_(0.0, _DUMMY_STD, generator=generator)
     if divided:
-        _fill_pieces([piece.data for matrix in divided.values() for piece in matrix.pieces], generator, device, dtype)
+        pieces = [piece.data for matrix in divided.values() for piece in matrix.pieces]
+        _fill_pieces([data for data in pieces if isinstance(data, Tensor)], generator, device, dtype)
     for module in model.modules():
         if isinstance(module, (RMSNorm, LayerNorm)):
             for name, parameter in module.named_parameters():
@@ -271,7 +272,9 @@ def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Non
 def _fill(place: nn.Parameter | QuantizedMatrix | SplitMatrix, stored: _Stored) -> None:
     with torch.no_grad():
         for start, stop in _pieces(stored.shape):
-            if isinstance(place, SplitMatrix):
+            if isinstance(place, SplitMatrix) and place.kind is not None and stored.read_raw_rows is not None:
+                place.pack(start, stored.read_raw_rows(start, stop))
+            elif isinstance(place, SplitMatrix):
                 for target, values in place.cut(start, stored.read_rows(start, stop)):
                     _write(target, values, stored.name)
             elif not isinstance(place, QuantizedMatrix):
