@@ -36,6 +36,7 @@ from ambidex.core.config import DeviceKind, DTypeChoice, LoadFormat
 from ambidex.core.errors import AmbidexError
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.placement import LayerPlacement, Placement, WeightSizes, WeightSplit
+from ambidex.core.step import make_buckets
 from ambidex.core.units import MIB, parse_size
 from ambidex.cost.workload import KVShares
 from ambidex.engine.build import build_engine, default_num_threads
@@ -47,7 +48,6 @@ from ambidex.models.divided import measure_weights
 from ambidex.models.registry import build_model
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.device import choose_device
-from ambidex.runner.graphs import make_buckets
 from ambidex.solver.placement_file import placement_json
 from harness import REPO, Quantiles, append_record, environment, significant
 
