@@ -20,7 +20,7 @@ EXIT_FAILED_CELLS: Final = 3
 OWN_SETTINGS: Final = ("policy", "kv_gpu_tokens", "trace")
 """Those of the engine that cells set."""
 QUICK: Final[Mapping[str, Any]] = {
-    "contexts": (512, 1024), "batch": (1, 4), "budgets": (256,), "steps": 8, "predict": 32, "rounds": 2,
+    "contexts": (512, 1024), "batch": (1, 2), "budgets": (256,), "steps": 4, "predict": 16, "rounds": 2,
 }  # fmt: skip
 """What `--quick` stands for, where nothing else is said: 10 minutes on two cores with a model of 135M parameters."""
 _DEFAULTS: Final[Mapping[str, Any]] = {

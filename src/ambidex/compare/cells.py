@@ -86,7 +86,7 @@ def _read(kind: SettingKind, value: str, pair: str) -> Any:
                 return {"true": True, "false": False}[value]
             case SettingKind.TEXT | SettingKind.CHOICE:
                 return value
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, ConfigError):
         raise ConfigError(f"{pair!r} has no value of the kind {kind}") from None
 
 

@@ -41,12 +41,11 @@ class ReportFolder:
                 )
             self._marker = (path / MARKER).open("a+", encoding="utf-8")
             try:
-                fcntl.flock(self._marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+                self._take()
+                (path / "cells.jsonl").open("a").close()
+            except BaseException:
                 self._marker.close()
-                raise ConfigError(f"--report {path} is in use by another comparison: wait for it") from None
-            self._check_marker()
-            (path / "cells.jsonl").open("a").close()
+                raise
         except (OSError, ValueError) as error:  # ValueError: a name with a null byte, a marker that is no text
             raise ConfigError(f"--report {path} cannot be used: {error}: name another folder") from error
 
@@ -107,7 +106,12 @@ class ReportFolder:
             part.write_text(text, encoding="utf-8")
             part.replace(self.path / name)
 
-    def _check_marker(self) -> None:
+    def _take(self) -> None:
+        """Lock the marker, and write it or see that it is ours."""
+        try:
+            fcntl.flock(self._marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"--report {self.path} is in use by another comparison: wait for it") from None
         self._marker.seek(0)
         text = self._marker.read()
         if not text:

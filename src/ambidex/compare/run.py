@@ -49,6 +49,7 @@ def run_grid(
     opening = environment()
     variants = {variant.name: variant for variant in grid.variants}
     number = num_cells - num_left
+    before = signal.signal(signal.SIGTERM, _interrupt)  # ended from outside, it ends its worker and writes the report
     try:
         for group in left:
             first = group[0]
@@ -58,9 +59,14 @@ def run_grid(
                 folder.append({"cell": cell.record(), **outcome, **opening})
                 tell(f"[{number}/{num_cells}] {cell.words()}: {describe(cell, outcome)}")
     finally:
+        signal.signal(signal.SIGTERM, before)
         write_report(folder)
     keys = {cell.key for group in groups for cell in group}
     return sum(line["status"] == "failed" and Cell.of(line["cell"]).key in keys for line in folder.lines())
+
+
+def _interrupt(_signum: int, _frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def write_report(folder: ReportFolder) -> None:

@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from ambidex.attention.bounded_scan import MIN_SCANNED_BLOCKS, BoundedScan, WaitWritten
 from ambidex.attention.chunk_stream import MIN_STREAMED_QUERIES, ChunkStream
 from ambidex.attention.select.policy import Need
 from ambidex.attention.select.registry import make_policy
@@ -27,6 +28,7 @@ from ambidex.core.regions import Regions
 from ambidex.core.step import make_buckets
 from ambidex.core.units import format_size
 from ambidex.engine.auto_placement import AUTO, AutoPlacement, Budgets, solve_weights
+from ambidex.engine.bounded_form import BoundedForm, choose_bounded_form
 from ambidex.engine.core import EngineCore
 from ambidex.engine.engine import Engine
 from ambidex.engine.executor import Executor
@@ -65,6 +67,7 @@ from ambidex.hw.profile import HardwareProfile, Machine
 from ambidex.hw.profile_file import default_path, read_profile
 from ambidex.hw.topology import read_topology
 from ambidex.kernels.cpu import native
+from ambidex.kernels.cpu.bounded import BoundedPool
 from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
 from ambidex.kernels.dispatch import choose, find_fallbacks
 from ambidex.kernels.linear import LinearContext
@@ -101,6 +104,7 @@ from ambidex.storage.checksums import BlockChecksums, VerifiedCopy
 from ambidex.storage.copy import CopyBlock, CopyEngine, copy_block
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
 from ambidex.storage.kv_pool import KVPool, RowKVPool
+from ambidex.storage.scan_copy import ScanCopy
 from ambidex.storage.tile_writer import TileWriter
 from ambidex.storage.tiled_pool import TiledKVPool
 from ambidex.text.guided import GuideCompiler
@@ -135,6 +139,7 @@ class _Choices:
     kv: KVFormat
     decode_form: DecodeForm
     decode_form_why: str
+    bounded: BoundedForm
     stream: StreamBuffers | None
     weights: "_Weights"
     memory: MemoryPlan
@@ -173,6 +178,7 @@ def build_engine(
     min_streamed: int | None = None,
     weight_ring: RingSizes | None = None,
     cpu_levels: Sequence[Level] | None = None,
+    min_scanned: int = MIN_SCANNED_BLOCKS,
     host_memory: HostMemory = HOST_MEMORY,
     profile: HardwareProfile | None = None,
 ) -> Engine:
@@ -188,6 +194,7 @@ def build_engine(
         weight_ring: buffers through which weights travel; None: sized by the accelerator's budget.
         cpu_levels: what the CPU multiplies of its part of the weights in steps of each size; None: on a GPU as
             measured, on a CPU all of it.
+        min_scanned: whole blocks of a request from which the bounded policy scans its keys.
         host_memory: who is asked for pinned memory and huge pages; a test hands in one that refuses.
         profile: of the machine, for `placement` auto; None: the one that `ambidex calibrate` wrote.
     Raises:
@@ -219,6 +226,7 @@ def build_engine(
         seed=config.seed,
     )
     stream_share, stream_why = _choose_stream_share(config, choices, pools)
+    bounded = _make_bounded(config, choices, pools, min_scanned)
     checksums = BlockChecksums(pools[Tier.DRAM]) if config.verify else None
     trace = trace_lanes(tracer, choices.device, copy if checksums is None else VerifiedCopy(copy, checksums))
     runner = ModelRunner(
@@ -228,12 +236,15 @@ def build_engine(
         copies=CopyEngine(pools, copy=trace.copy),
         device=choices.device,
         forward=forward,
-        decode_steps=_make_decode_steps(config, choices, model, pools, forward, stream_share, capture, divided),
+        decode_steps=_make_decode_steps(
+            config, choices, model, pools, forward, stream_share, capture, divided, bounded
+        ),
         torch_threads=TorchThreads(choices.num_threads)
         if choices.device.type == "cpu" and choices.threads is not None
         else None,
         tracer=tracer,
         device_clock=trace.device_clock,
+        bounded=bounded,
     )
 
     def kv_bytes() -> dict[Tier, int]:
@@ -329,9 +340,12 @@ def _choose(
     form, form_why = (decode_form, "asked for") if decode_form else _choose_decode_form(config, spec, device, threads)
     has_row_ops = is_cuda or form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
     kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
+    bounded = choose_bounded_form(config, kv.specs, why_ordinary=form_why if form is DecodeForm.ORDINARY else None)
+    if config.policy is not PolicyName.EXACT and not bounded.is_native:
+        form, form_why = decode_form or DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
     activations = activation_dtype(dtype, device)
     free = _free_memory(device)
-    can_step_stream = config.stream_percent != 0 and why_no_stream(spec, kv.specs) is None
+    can_step_stream = config.stream_percent != 0 and not bounded.is_native and why_no_stream(spec, kv.specs) is None
     stream = None
     if (
         (streams_chunks or is_cuda)
@@ -366,9 +380,18 @@ def _choose(
         kv=kv,
         decode_form=form,
         decode_form_why=form_why,
+        bounded=bounded,
         stream=stream,
         weights=weights,
-        memory=plan_memory(config, spec, kv.specs, free=free, weights=weights.bytes, fixed=fixed),
+        memory=plan_memory(
+            config,
+            spec,
+            kv.specs,
+            free=free,
+            weights=weights.bytes,
+            fixed=fixed,
+            scan_bytes=bounded.scan_bytes(kv.specs),
+        ),
     )
 
 
@@ -468,7 +491,7 @@ def _choose_decode_form(
     config: EngineConfig, spec: ModelSpec, device: torch.device, threads: ThreadPool | None
 ) -> tuple[DecodeForm, str]:
     """How decode steps run, and the reason."""
-    if config.policy is not PolicyName.EXACT:
+    if config.policy not in (PolicyName.EXACT, PolicyName.BOUNDED):
         return DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
     if spec.alibi_slopes is not None:
         return DecodeForm.ORDINARY, "attention with slopes (alibi) has no other form"
@@ -499,6 +522,7 @@ def _make_decode_steps(
     stream_share: float,
     capture: Callable[[], Capture],
     divided: _Divided | None,
+    bounded: BoundedScan | None,
 ) -> FixedSteps | None:
     if choices.decode_form is DecodeForm.PROGRAM:
         return ProgramSteps(
@@ -507,6 +531,7 @@ def _make_decode_steps(
             forward=forward,
             pools={tier: pool for tier, pool in pools.items() if isinstance(pool, TiledKVPool)},
             max_rows=min(config.max_running_requests, config.max_tokens_per_step),
+            bounded=bounded,
         )
     if choices.decode_form is DecodeForm.ORDINARY or pools[Tier.GPU].num_blocks == 0:
         return None
@@ -522,6 +547,27 @@ def _make_decode_steps(
         follows_lanes=config.stream_percent is None,
         capture=capture() if choices.decode_form is DecodeForm.CAPTURED else None,
         weights=None if divided is None else divided.lanes,
+        bounded=bounded,
+    )
+
+
+def _make_bounded(
+    config: EngineConfig, choices: _Choices, pools: Mapping[Tier, KVPool], min_scanned: int
+) -> BoundedScan | None:
+    """The bounded policy in its native form; None: another policy, the reference form, or no pool that it reads."""
+    settings = resolve_policy(config)
+    tiled = {tier: pool for tier, pool in pools.items() if isinstance(pool, TiledKVPool) and pool.num_blocks}
+    if not choices.bounded.is_native or not tiled or choices.threads is None:
+        return None
+    assert settings.max_dropped_mass is not None, "settings of bounded"
+    native_pool = BoundedPool(choices.threads)
+    return BoundedScan(
+        choices.spec,
+        {tier: ScanCopy(pool, native_pool) for tier, pool in tiled.items()},
+        native_pool,
+        max_mass=settings.max_dropped_mass,
+        min_blocks=min_scanned,
+        wait=WaitWritten(choices.device) if choices.device.type == "cuda" else None,
     )
 
 
@@ -549,6 +595,8 @@ def _why_no_stream(choices: _Choices, pools: Mapping[Tier, KVPool]) -> str | Non
     dram = pools[Tier.DRAM]
     if choices.device.type != "cuda":
         return "there is no GPU that could read DRAM over a link"
+    if choices.bounded.is_native:
+        return "the bounded policy leaves keys in DRAM to the CPU, which knows what it leaves out"
     if choices.decode_form is not DecodeForm.CAPTURED:
         return f"decode steps are not captured: {choices.decode_form_why}"
     if choose("attend_tiles", choices.device.type).name != "triton":
@@ -752,7 +800,7 @@ def _with_policy(
 ) -> TieredAttention | SelectiveAttention:
     """Attention whose keys a policy chooses; with `exact` the very object that attends all."""
     settings = resolve_policy(config)
-    if settings.is_exact:
+    if settings.is_exact or choices.bounded.is_native:
         return exact
     formats = {choices.kv.specs[tier].dtype for tier, count in choices.memory.num_blocks.items() if count}
     if settings.name is PolicyName.BOUNDED and len(formats) > 1:
@@ -793,7 +841,7 @@ def _report(
             *(choices.weights.auto.rows() if choices.weights.auto is not None else ()),
             ReportRow(section="compute", name="threads", value=str(choices.num_threads)),
             ReportRow(section="compute", name="decode", value=choices.decode_form.value, why=choices.decode_form_why),
-            *policy_rows(config),
+            *policy_rows(config, choices.bounded),
             ReportRow(section="compute", name="stream_share", value=f"{stream[0]:.2f} of keys in DRAM", why=stream[1]),
         ],
         kv=choices.kv,
