@@ -23,8 +23,8 @@ SPEC = ModelSpec(
 )  # fmt: skip
 PROFILE = HardwareProfile(
     machine=None, date="", source="by hand",
-    gpu=GpuRates(name="g", memory_bytes=1 << 30, read_bytes_per_s=1e12, 
-                 products=Products({"bf16": Curve(((1, 1e12), (4096, 1e12)))}), attention_bytes_per_s=5e11, layer_s=1e-5),
+    gpu=GpuRates(name="g", memory_bytes=1 << 30, read_bytes_per_s=1e12, attention_bytes_per_s=5e11, layer_s=1e-5,
+                 products=Products({"bf16": Curve(((1, 1e12), (4096, 1e12)))})),
     cpu=CpuRates(name="c", num_threads=4, read_bytes_per_s=Curve(((4, 5e10),)),
                  products=Products({"bf16": Curve(((1, 4e10), (8, 4e10)))}), attention_bytes_per_s={"bf16": 5e10},
                  layer_s=1e-5, step_s=1e-4, request_s=1e-5),
