@@ -9,6 +9,7 @@ Random weights, each byte in memory of its own. One engine for each batch, since
 with the weights. Placements, all in this engine:
 
     ours         what the engine does by itself: the rest is divided between CPU and link, by rates measured at start
+    auto         what the solver finds with this machine's profile (run `ambidex calibrate` first)
     layer_split  whole layers on the GPU or on the CPU, one after the other (llama.cpp's -ngl)
     streamed     the rest of the weights travels to the GPU in every step (FlexGen's streaming)
     cpu          all weights that can be divided are multiplied by the CPU
@@ -51,7 +52,7 @@ from ambidex.runner.device import choose_device
 from ambidex.solver.placement_file import placement_json
 from harness import REPO, Quantiles, append_record, environment, significant
 
-PLACEMENTS: Final = ("ours", "layer_split", "streamed", "cpu")
+PLACEMENTS: Final = ("ours", "auto", "layer_split", "streamed", "cpu")
 BLOCK_SIZE: Final = 16
 ALLOWANCE_BYTES: Final = 1536 * MIB
 """Of the GPU budget, for workspace and graphs, where the placement is made here."""
@@ -154,6 +155,7 @@ def measure_batch(folder: Path, batch: int, args: argparse.Namespace, rates: Any
         "link": lanes["link"] / (rates.link or rates.dram),
     }
     floor_s, took = max(lane_s.values()), Quantiles.of(seconds)
+    compared = engine.compare_decode()
     for request in requests:
         engine.core.scheduler.abort(request.request_id)
     while engine.has_work:  # the executor hears of it
@@ -164,6 +166,7 @@ def measure_batch(folder: Path, batch: int, args: argparse.Namespace, rates: Any
         "step_s": took.record(),
         "tokens_per_s": significant(batch / took.median),
         "floor_s": significant(floor_s),
+        "predicted_s": None if compared is None else significant(compared[0]),
         "times_floor": significant(took.median / floor_s, 3),
         "lane_s": {lane: significant(value) for lane, value in lane_s.items()},
         "lane_bytes": lanes,
@@ -186,8 +189,8 @@ def make_config(folder: Path, batch: int, args: argparse.Namespace) -> EngineCon
     near = tokens * args.kv_gpu_percent // 100
     spec = read_spec(find_model(str(folder)))
     kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * (-(-spec.head_dim // 32) * 32) * number_bytes(args)
-    path = None
-    if args.placement != "ours":
+    path: Path | str | None = "auto" if args.placement == "auto" else None
+    if args.placement not in ("ours", "auto"):
         sizes = measure_weights(build_model(spec, device=torch.device("meta"), dtype=torch.bfloat16), 2)
         scale = number_bytes(args) // 2
         ring = 4 * chunk_bytes_for(args.gpu_memory)
