@@ -36,7 +36,9 @@ from ambidex.core.config import DeviceKind, DTypeChoice, LoadFormat
 from ambidex.core.errors import AmbidexError
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.placement import LayerPlacement, Placement, WeightSizes, WeightSplit
+from ambidex.core.step import make_buckets
 from ambidex.core.units import MIB, parse_size
+from ambidex.cost.workload import KVShares
 from ambidex.engine.build import build_engine, default_num_threads
 from ambidex.engine.engine import Engine
 from ambidex.engine.weights_plan import chunk_bytes_for, fill_placement
@@ -46,7 +48,6 @@ from ambidex.models.divided import measure_weights
 from ambidex.models.registry import build_model
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.device import choose_device
-from ambidex.runner.graphs import make_buckets
 from ambidex.solver.placement_file import placement_json
 from harness import REPO, Quantiles, append_record, environment, significant
 
@@ -193,7 +194,9 @@ def make_config(folder: Path, batch: int, args: argparse.Namespace) -> EngineCon
         left = args.gpu_memory - near * kv_bytes - ALLOWANCE_BYTES - ring - sizes.whole * scale
         placement = make_placement(args.placement, sizes, left // scale)
         path = folder / "placement.json"
-        path.write_text(json.dumps(placement_json(placement)))
+        content = placement_json(placement, KVShares())
+        del content["kv"]  # settings say where keys and values lie
+        path.write_text(json.dumps(content))
     settings: dict[str, int] = {}
     if args.kv_gpu_percent < 100:
         window = max(BLOCK_SIZE, longest * args.kv_gpu_percent // 100 - 64)

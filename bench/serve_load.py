@@ -8,11 +8,13 @@ What follows `--` goes to `ambidex serve`. Each prompt is first asked alone; the
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import os
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -42,6 +44,8 @@ class Figures:
     num_tokens: int = 0
     num_cached: int = 0
     """Tokens of prompts that the server had already."""
+    num_cut: int = 0
+    """Streams that had begun when the engine was killed."""
     wrong: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
@@ -121,7 +125,11 @@ async def client(
         stream = await ask(port, asks[idx])
         text, times = stream.text, stream.times
         to.num_answers += 1
-        if stream.error is not None:
+        if stream.error is not None and "SIGKILL" in stream.error:
+            to.num_cut += 1
+        elif stream.error is not None and "is being built anew" in stream.error:
+            await asyncio.sleep(0.5)
+        elif stream.error is not None:
             to.errors.append(stream.error)
         elif text != wanted[idx]:
             to.wrong.append(f"prompt {idx}: {text!r} is not {wanted[idx]!r}")
@@ -152,11 +160,12 @@ def resident_by_mapping(pid: int) -> dict[str, int]:
     return sizes
 
 
-async def watch(pids: Sequence[int], sizes: list[int]) -> None:
+async def watch(pid: int, sizes: list[int]) -> None:
     """Note the resident bytes of server and engine each second."""
     while True:
-        pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
-        sizes.append(sum(pages) * os.sysconf("SC_PAGE_SIZE"))
+        with contextlib.suppress(OSError, IndexError):  # the engine is being built anew
+            pages = [int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in (pid, engine_of(pid))]
+            sizes.append(sum(pages) * os.sysconf("SC_PAGE_SIZE"))
         await asyncio.sleep(1)
 
 
@@ -174,6 +183,31 @@ def overhead_s(pid: int, engine: int) -> dict[str, float]:
     }
 
 
+async def is_ready(port: int) -> bool:
+    """What `/ready` says."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /ready HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+    status = await reader.readline()
+    writer.close()
+    return b" 200 " in status
+
+
+async def kill_engine(pid: int, port: int, after_s: float) -> dict[str, float]:
+    """Kill the engine's process; the seconds until it is ready again, and until a request that comes then has its
+    answer, behind all that have waited."""
+    await asyncio.sleep(after_s)
+    os.kill(engine_of(pid), signal.SIGKILL)
+    killed_s = time.perf_counter()
+    while await is_ready(port):
+        await asyncio.sleep(0.01)
+    while not await is_ready(port):
+        await asyncio.sleep(0.05)
+    ready_s = time.perf_counter() - killed_s
+    while (await ask(port, {"prompt": "x", "max_tokens": 1})).error is not None:
+        await asyncio.sleep(0.05)
+    return {"ready_s": round(ready_s, 2), "answered_s": round(time.perf_counter() - killed_s, 2)}
+
+
 async def measure(args: argparse.Namespace, pid: int, port: int) -> dict[str, Any]:
     """The whole run."""
     rng = random.Random(1)
@@ -187,13 +221,15 @@ async def measure(args: argparse.Namespace, pid: int, port: int) -> dict[str, An
     figures = Figures()
     sizes: list[int] = []
     engine = engine_of(pid)
-    watcher = asyncio.create_task(watch((pid, engine), sizes))
+    watcher = asyncio.create_task(watch(pid, sizes))
     before_s, begun_s = overhead_s(pid, engine), time.perf_counter()
     end_s = begun_s + args.seconds
     work = asyncio.gather(
         *(client(port, asks, wanted, end_s=end_s, seed=seed, to=figures) for seed in range(args.clients))
     )
-    await asyncio.sleep(args.seconds / 5)  # the middle of what counts as early below
+    recovery = None if args.kill_after is None else await kill_engine(pid, port, args.kill_after)
+    engine = engine_of(pid)
+    await asyncio.sleep(args.seconds / 5 if recovery is None else 0)  # the middle of what counts as early below
     first = resident_by_mapping(engine)
     await work
     seconds, after_s = time.perf_counter() - begun_s, overhead_s(pid, engine)
@@ -214,11 +250,14 @@ async def measure(args: argparse.Namespace, pid: int, port: int) -> dict[str, An
         "tokens_per_s": round(figures.num_tokens / seconds, 2),
         "errors": len(figures.errors),
         "wrong_answers": len(figures.wrong),
+        "killed": None if recovery is None else {**recovery, "cut_streams": figures.num_cut},
         "examples": (figures.errors + figures.wrong)[:3],
         "first_token_s": Quantiles.of(figures.first_s).record(),
         "between_tokens_s": Quantiles.of(gaps).record(),
         "between_tokens_p99_s": round(gaps[int(0.99 * (len(gaps) - 1))], 4),
-        "overhead_s_per_token": {name: (after_s[name] - before_s[name]) / num_tokens for name in after_s},
+        "overhead_s_per_token": None
+        if recovery is not None
+        else {name: (after_s[name] - before_s[name]) / num_tokens for name in after_s},
         "resident_bytes_early": early,
         "resident_bytes_late": late,
         "resident_drift": round(late / early - 1, 4),
@@ -234,6 +273,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16, help="different prompts")
     parser.add_argument("--prompt-chars", type=int, nargs=2, default=(50, 1200), metavar=("FEW", "MANY"))
     parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
+    parser.add_argument("--kill-after", type=float, help="kill -9 the engine's process after so many seconds")
     parser.add_argument("--record", type=Path, help="append the JSON line to this file")
     parser.add_argument("serve", nargs="+", help="after --: MODEL and flags of ambidex serve")
     args = parser.parse_args()

@@ -19,6 +19,7 @@ from ambidex.server.app import ServerApp
 from ambidex.server.config import ServerConfig
 from ambidex.server.main import DrainingServer, bind, url_of
 from ambidex.server.service import EngineService, MakeEngine, Progress
+from ambidex.server.tracing import Tracing
 from ambidex.server.worker.client import WorkerEngine
 
 MakeLLM = Callable[[Progress], AsyncLLM]
@@ -40,7 +41,13 @@ class LiveServer:
     """
 
     def __init__(
-        self, make: MakeEngine | MakeLLM, *, api_keys: tuple[str, ...] = (), is_awaited: bool = True, **settings: Any
+        self,
+        make: MakeEngine | MakeLLM,
+        *,
+        api_keys: tuple[str, ...] = (),
+        is_awaited: bool = True,
+        tracing: Tracing | None = None,
+        **settings: Any,
     ):
         config = ServerConfig(port=0, **settings)
         self._is_awaited = is_awaited
@@ -49,7 +56,12 @@ class LiveServer:
         self.url = url_of(self._listener)
         self.service = EngineService(make if iscoroutinefunction(make) else in_thread(make), stall_s=config.stall_s)
         self.app = ServerApp(
-            self.service, config, names=("tiny",), api_keys=api_keys, on_failed=lambda: self.server.stop()
+            self.service,
+            config,
+            names=("tiny",),
+            api_keys=api_keys,
+            tracing=tracing,
+            on_failed=lambda: self.server.stop(),
         )
         self.server = DrainingServer(self.app, drain_s=config.drain_s)
         self._thread = threading.Thread(target=self._run, daemon=True)

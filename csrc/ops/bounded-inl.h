@@ -35,6 +35,7 @@ struct BoundedSpace {
     slopes = carver.take<float>(rows * sizeof(float));
     shifts = carver.take<float>(rows * sizeof(float));
     scores = carver.take<float>(whole * kPieceTokens * sizeof(float));
+    sums = carver.take<float>(rows * 32 * sizeof(float));
     probs = carver.take<float>(rows * kKeptAtOnce * sizeof(float));
     bytes = carver.used();
   }
@@ -44,6 +45,7 @@ struct BoundedSpace {
   float* q_rows;              // [rows, padded_dim]
   float *slopes, *shifts;     // [rows]
   float* scores;              // [rows, kPieceTokens]
+  float* sums;                // [rows, 2, 16]: of upper and of lower scores, in lanes
   float* probs;               // [rows, kKeptAtOnce]
   std::size_t bytes;
 };
@@ -121,36 +123,54 @@ inline float load_some_scales(const float* scales, const Keys& keys, const Atten
   return largest_magnitude(to, kPieceTokens);
 }
 
-// Upper scores of a row over 64 keys, and what they add to its sums.
+// At most 2^-x, for x >= 0, and little less where x is small: (1 - x ln 2 / 16)^16.
+inline float low_power(float x) {
+  float t = 1.0f - x * (kLogOf2 / 16.0f);
+  t = t > 0.0f ? t : t != t ? t : 0.0f;
+  t *= t;
+  t *= t;
+  t *= t;
+  return t * t;
+}
+
+// Upper scores of a row over 64 keys, and what they add to its sums, which are kept in 16 lanes each.
 template <class Form>
-inline void raise_row(const AttendRange& range, std::size_t key, std::size_t row, float scale, const float* k_scales,
-                      float largest_scale, const BoundedSpace<Form>& ws, const ScanRange& to) {
+inline void raise_row(const AttendRange& range, std::size_t key, bool is_edge, std::size_t row, float scale,
+                      const float* k_scales, float largest_scale, const BoundedSpace<Form>& ws, const ScanRange& to) {
   float* upper = to.upper + row * to.stride + (key - to.base);
   const float* scores = ws.scores + row * kPieceTokens;
   const Lanes factor = Lanes::broadcast(scale), slope = Lanes::broadcast(ws.slopes[row]);
   const Lanes shift = Lanes::broadcast(ws.shifts[row]);
-  Lanes most = Lanes::broadcast(-INFINITY);
-  for (std::size_t i = 0; i < kPieceTokens; i += 16) {
-    const Lanes raised = mul_add(Lanes::load(scores + i), factor, slope);
-    mul_add(raised, Lanes::load(k_scales + i), shift).store(upper + i);
+  Lanes raised[kPieceUnits];
+#pragma GCC unroll 4
+  for (std::size_t i = 0; i < kPieceUnits; ++i) {
+    raised[i] = mul_add(mul_add(Lanes::load(scores + 16 * i), factor, slope), Lanes::load(k_scales + 16 * i), shift);
+    raised[i].store(upper + 16 * i);
   }
-  if (!is_visible(range, key) || !is_visible(range, key + kPieceTokens - 1)) {
+  if (is_edge) {
     for (std::size_t i = 0; i < kPieceTokens; ++i) upper[i] = is_visible(range, key + i) ? upper[i] : -INFINITY;
+#pragma GCC unroll 4
+    for (std::size_t i = 0; i < kPieceUnits; ++i) raised[i] = Lanes::load(upper + 16 * i);
   }
-  for (std::size_t i = 0; i < kPieceTokens; i += 16) most = larger(most, Lanes::load(upper + i));
-  const float top = largest_of(most);
-  if (top > to.tops[row]) {
-    const float shrink = exp2f(to.tops[row] - top);
-    to.tops[row] = top;
-    to.uppers[row] *= shrink;
-    to.lowers[row] *= shrink;
+  const Lanes most = larger(larger(raised[0], raised[1]), larger(raised[2], raised[3]));
+  float* sums = ws.sums + row * 32;
+  Lanes uppers = Lanes::load(sums), lowers = Lanes::load(sums + 16);
+  if (not_less(most, to.tops[row]) != 0) {
+    const float top = largest_of(most);
+    if (top > to.tops[row]) {
+      const Lanes shrink = Lanes::broadcast(exp2f(to.tops[row] - top));
+      to.tops[row] = top;
+      uppers = uppers * shrink;
+      lowers = lowers * shrink;
+    }
   }
   const Lanes minus_top = Lanes::broadcast(-to.tops[row]);
   Lanes sum = Lanes::zero();
-  for (std::size_t i = 0; i < kPieceTokens; i += 16) sum = sum + exp2_of(Lanes::load(upper + i) + minus_top);
-  const float all = sum_of(sum);
-  to.uppers[row] += all;
-  to.lowers[row] += all * exp2f(-2.0f * (ws.slopes[row] * largest_scale + ws.shifts[row]));
+#pragma GCC unroll 4
+  for (std::size_t i = 0; i < kPieceUnits; ++i) sum = sum + exp2_of(raised[i] + minus_top);
+  const float low = low_power(2.0f * (ws.slopes[row] * largest_scale + ws.shifts[row]));
+  (uppers + sum).store(sums);
+  mul_add(sum, Lanes::broadcast(low), lowers).store(sums + 16);
 }
 
 template <class Form>
@@ -170,9 +190,9 @@ void scan_as(const BoundedCall& bounded, const ScanRange& to, char* workspace) {
   *to.value_norm = norms.v;
   for (std::size_t row = 0; row < rows; ++row) {
     to.tops[row] = -INFINITY;
-    to.uppers[row] = to.lowers[row] = 0.0f;
     to.shifts[row] = ws.shifts[row];
   }
+  memset(ws.sums, 0, rows * 32 * sizeof(float));
   const std::size_t end = (range.first_key + range.num_keys + 15) / 16 * 16;
   const std::size_t units_ahead = (kFarBytes + keys.unit_bytes() - 1) / keys.unit_bytes();
   for (std::size_t key = range.first_key / kPieceTokens * kPieceTokens; key < end; key += kPieceTokens) {
@@ -187,9 +207,14 @@ void scan_as(const BoundedCall& bounded, const ScanRange& to, char* workspace) {
     const Columns columns{units, far, near, num_units, keys.unit_bytes() / 64};
     Form::multiply(state, rows, ws.q, dim, columns, {ws.scores, kPieceTokens, false, ws.q_factors});
     const float largest_scale = load_some_scales(scales, keys, range, key, num_units, k_scales);
+    const bool is_edge = !is_visible(range, key) || !is_visible(range, key + kPieceTokens - 1);
     for (std::size_t row = 0; row < rows; ++row) {
-      raise_row<Form>(range, key, row, scale, k_scales, largest_scale, ws, to);
+      raise_row<Form>(range, key, is_edge, row, scale, k_scales, largest_scale, ws, to);
     }
+  }
+  for (std::size_t row = 0; row < rows; ++row) {
+    to.uppers[row] = sum_of(Lanes::load(ws.sums + row * 32));
+    to.lowers[row] = sum_of(Lanes::load(ws.sums + row * 32 + 16));
   }
 }
 
@@ -348,6 +373,7 @@ class Keeper {
     kept.slots[kept.num] = slot;
     ++kept.num;
     values_.fetch(slot);
+    if (v_scales_ != nullptr) prefetch(reinterpret_cast<const char*>(v_scales_ + slot));
     if (call_.rows != nullptr) {
       const char* row = reinterpret_cast<const char*>(k_rows_ + slot * dim_);
       for (std::size_t i = 0; i < dim_ * sizeof(Element); i += 64) prefetch(row + i);

@@ -383,8 +383,8 @@ void BoundedPool::write(const Group& group, std::size_t num_parts) {
     figures[kDroppedMass] = mass;
     figures[kErrorShare] = mass + blur;
     figures[kValueNorm] = value_norm;
+    figures[kOutNorm] = std::sqrt(norm);
     figures[kNumKept] = num_kept;
-    figures[kErrorBound] = (mass + blur) * (value_norm + std::sqrt(norm));
   }
 }
 
@@ -392,9 +392,16 @@ void BoundedPool::answer_empty(const BoundedCall& call, const KeyBatch::Request&
   const std::size_t num_q_heads = call.scan.num_kv_heads * call.scan.group_size, dim = call.scan.head_dim;
   for (std::size_t i = request.first_row * num_q_heads; i < (request.first_row + request.num_rows) * num_q_heads; ++i) {
     const bool joins = call.near_lse != nullptr;
-    for (std::size_t d = 0; d < dim; ++d) call.scan.out[i * dim + d] = joins ? call.near_out[i * dim + d] : 0.0f;
+    float norm = 0.0f;
+    for (std::size_t d = 0; d < dim; ++d) {
+      const float x = joins ? call.near_out[i * dim + d] : 0.0f;
+      call.scan.out[i * dim + d] = x;
+      norm += x * x;
+    }
     call.scan.lse[i] = joins ? call.near_lse[i] : kNothing;
-    std::fill_n(call.figures + i * kNumBoundedFigures, static_cast<std::size_t>(kNumBoundedFigures), 0.0f);
+    float* figures = call.figures + i * kNumBoundedFigures;
+    std::fill_n(figures, static_cast<std::size_t>(kNumBoundedFigures), 0.0f);
+    figures[kOutNorm] = std::sqrt(norm);
   }
 }
 

@@ -20,7 +20,7 @@
 namespace ambidex {
 
 // What is reported of each query head; see BoundedCall::figures.
-enum BoundedFigure : std::size_t { kDroppedMass, kErrorShare, kValueNorm, kNumKept, kErrorBound, kNumBoundedFigures };
+enum BoundedFigure : std::size_t { kDroppedMass, kErrorShare, kValueNorm, kOutNorm, kNumKept, kNumBoundedFigures };
 
 struct BoundedCall {
   // Queries, and the keys as they are scanned: number is int8. Its v is that of `v` below; out [T, Hq, D] and lse
@@ -42,9 +42,9 @@ struct BoundedCall {
   // until then it does not count.
   const float* other_lse;
   const std::int32_t* other_word;
-  // [T, Hq, kNumBoundedFigures]: the share of the softmax left out, at most; factor of the distance from `out` to a value
-  // which bounds the error of the output; the longest value; rows kept of this head's group; and the bound itself,
-  // where `out` is the whole answer.
+  // [T, Hq, kNumBoundedFigures]: the share of the softmax left out, at most; the factor of the distance from the whole
+  // answer to a value that bounds the answer's error; the longest value; the length of `out`, which may be a part of the
+  // answer; keys kept of this head's group. Error: at most share · (longest value + length of the whole answer).
   float* figures;
 };
 

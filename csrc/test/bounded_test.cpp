@@ -234,9 +234,10 @@ void check(const Shape& shape, const std::vector<Form>& forms, ThreadPool& threa
       wrong += !(mass <= figure[kDroppedMass] + blur + rounding);
       wrong += !(figure[kDroppedMass] <= shape.max_mass * 1.00001);
       wrong += !(figure[kValueNorm] >= longest * (1 - 1e-6) && figure[kValueNorm] <= longest * 1.5 + 2.0);
+      const double bound = figure[kErrorShare] * (figure[kValueNorm] + figure[kOutNorm]);
       if (!shape.has_other) {
-        wrong += !(error <= figure[kErrorBound] + 2e-5 * longest);
-        wrong += !(figure[kErrorBound] <= 2.01 * (shape.max_mass + blur) * longest * 1.5 + 1.0);
+        wrong += !(error <= bound + 2e-5 * longest);
+        wrong += !(bound <= 2.01 * (shape.max_mass + blur) * longest * 1.5 + 1.0);
       }
       wrong += !(blur <= 0.03);
       if (shape.max_mass == 0.0f) wrong += figure[kNumKept] != static_cast<float>(shape.num_keys) || figure[kDroppedMass] != 0.0f;

@@ -14,6 +14,7 @@ from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVSpec
 from ambidex.core.placement import LayerPlacement, Placement, WeightSizes, WeightSplit
 from ambidex.core.units import MIB
+from ambidex.cost.workload import KVShares
 from ambidex.engine.build import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.engine.memory import WeightBytes, fixed_bytes, plan_memory
@@ -76,7 +77,7 @@ def test_dram_that_holds_no_weights_is_refused(folder: Path) -> None:
 def test_a_policy_that_looks_ahead_refuses_divided_attention(folder: Path, tmp_path: Path) -> None:
     half = WeightSplit(on_gpu=0.5, on_cpu=0.5)
     for layer, is_refused in ((LayerPlacement(attention=half), True), (LayerPlacement(mlp=half), False)):
-        path = write(tmp_path, placement_json(Placement(layers=(layer,) * 2)))
+        path = write(tmp_path, placement_json(Placement(layers=(layer,) * 2), KVShares()))
         if is_refused:
             with pytest.raises(ConfigError, match="infinigen computes queries a layer ahead"):
                 make_engine(folder, placement=path, policy="infinigen")
@@ -93,7 +94,7 @@ def write(folder: Path, content: object) -> str:
 def test_a_placement_file_is_obeyed(folder: Path, tmp_path: Path) -> None:
     half = WeightSplit(on_gpu=0.5, on_cpu=0.5)
     placement = Placement(layers=(LayerPlacement(mlp=half), LayerPlacement()))
-    path = write(tmp_path, placement_json(placement))
+    path = write(tmp_path, placement_json(placement, KVShares()))
     gpu, dram = (held(make_engine(folder, placement=path), tier)["weights"] for tier in (Tier.GPU, Tier.DRAM))
     assert dram == 48 * (2 * 96 + 96) * 4  # of 80 neurons 32 lie on the accelerator
     assert gpu > 7 * dram
@@ -102,9 +103,9 @@ def test_a_placement_file_is_obeyed(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"layers": [{}]}, "has 1 layers: the model has 2"),
-        ({"layers": [{}, {}], "tail": {}}, r"unknown keys \(tail\)"),
-        ({"layers": [{}, {"mlp": {"on_gpu": 0.5}}]}, r"add up to 0\.5"),
+        ({"version": 1, "layers": [], "head": "gpu"}, "does not say where attention of layer 0 lies"),
+        ({"version": 1, "layers": [{"layers": "0-2", "mlp": "gpu"}]}, "the model has the layers 0 to 1"),
+        ({"version": 1, "tail": {}}, r"unknown keys \(tail\)"),
     ],
 )
 def test_a_placement_for_another_model_or_of_another_form_is_refused(

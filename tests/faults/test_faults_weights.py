@@ -15,6 +15,7 @@ from ambidex import EngineConfig, SamplingParams
 from ambidex.core.config import DeviceKind, DTypeChoice
 from ambidex.core.ids import Fallback
 from ambidex.core.placement import LayerPlacement, Placement, WeightSplit
+from ambidex.cost.workload import KVShares
 from ambidex.engine.build import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.mlp.handover import WeightHandover
@@ -43,7 +44,7 @@ LEVELS: Final = (Level(most_tokens=4, cpu_share=1.0),)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = make_engine_folder(tmp_path_factory.mktemp("late_weights"), "llama_biased")
     layer = LayerPlacement(attention=SPREAD, mlp=SPREAD)
-    (path / "placement.json").write_text(json.dumps(placement_json(Placement(layers=(layer,) * 2))))
+    (path / "placement.json").write_text(json.dumps(placement_json(Placement(layers=(layer,) * 2), KVShares())))
     return path
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ambidex import EngineConfig, SamplingParams
 from ambidex.core.config import DeviceKind, DTypeChoice, Graphs
 from ambidex.core.placement import LayerPlacement, Placement, WeightSplit
+from ambidex.cost.workload import KVShares
 from ambidex.engine.build import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.mlp.split_site import Level
@@ -66,7 +67,7 @@ def make_engine(folder: Path, placement: Placement | None, *, device: DeviceKind
     path = None
     if placement is not None:
         path = folder / "placement.json"
-        path.write_text(json.dumps(placement_json(placement)))
+        path.write_text(json.dumps(placement_json(placement, KVShares())))
     config = EngineConfig(
         model=str(folder), device=device, dtype=DTypeChoice.FP32, num_threads=1, block_size=16,
         placement=None if path is None else str(path), **settings,

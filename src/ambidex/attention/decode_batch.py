@@ -73,6 +73,8 @@ class DecodeBatch:
         """Keys that the step's attention reads under each window, all requests together."""
         self.key_batches: Mapping[int | None, KeyBatch] | None = None
         """The CPU lane's keys under each window; None: no key of this step lies in DRAM."""
+        self.dram_ids: NDArray[np.int64] = np.zeros(0, np.int64)
+        """The blocks in DRAM that they lie in."""
         self.num_streamed = 0
         """Keys that the stream lane reads in each layer, all requests together."""
         self.streamed_share = 0.0
@@ -240,6 +242,7 @@ class DecodeBatch:
         self.key_batches = old or made
         if old is not None:
             return range(0)
+        self.dram_ids = np.unique(np.concatenate([item.ids[: item.num] for item in blocks]))
         runs, place = [], 0
         table = self._inputs.host_stream_table()
         for row, (item, num) in enumerate(zip(blocks, num_streamed.tolist(), strict=True)):

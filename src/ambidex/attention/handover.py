@@ -13,9 +13,12 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from ambidex.attention.bounded_scan import BoundedScan
 from ambidex.attention.state import AttentionState
 from ambidex.core.errors import LaneError
+from ambidex.core.ids import Tier
 from ambidex.core.model_spec import ModelSpec
+from ambidex.kernels.cpu.bounded import make_arrays
 from ambidex.kernels.cpu.native import WORD_STRIDE, AttentionScript, KeyBatch
 from ambidex.kernels.cuda.pinned_view import view_on_gpu
 from ambidex.storage.lane_thread import beside
@@ -32,10 +35,18 @@ class Handover:
         num_rows: B.
         dtype: of queries.
         device: the accelerator; with CUDA the buffers are pinned.
+        bounded: the bounded policy; None: the CPU lane attends all its keys.
     """
 
     def __init__(
-        self, spec: ModelSpec, pool: TiledKVPool, num_rows: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        pool: TiledKVPool,
+        num_rows: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        bounded: BoundedScan | None = None,
     ) -> None:
         is_cuda = device.type == "cuda"
         heads = (num_rows, spec.num_q_heads, spec.head_dim)
@@ -52,6 +63,9 @@ class Handover:
         self._host_flags = self._flags.numpy()  # the same memory
         self.num_last = 0
         """Layers of the last step in which the CPU lane's answer came after the accelerator's own part had ended."""
+        self.figures = self.out_norms = torch.empty(0)
+        """What the bounded op left out of the last step, [L, B, Hq, NUM_FIGURES]; lengths of answers, [L, B, Hq]."""
+        self._scanned: Sequence[KeyBatch] = ()
         self._launched = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # torch has no types here
         self._script = AttentionScript(pool.native, *self._flags)
         self._layers = [
@@ -66,6 +80,37 @@ class Handover:
                     self._q, k, v, scale=spec.head_dim**-0.5, k_scales=k_scales, v_scales=v_scales, out=self._out,
                     lse=self._lse,
                 )  # fmt: skip
+            if bounded is not None:
+                self._bound_layer(layer_idx, bounded, is_cuda=is_cuda)
+
+    def _bound_layer(self, layer_idx: int, bounded: BoundedScan, *, is_cuda: bool) -> None:
+        """Add the keys that are scanned; what the accelerator saw of its own is known once `show_near` has run."""
+        if layer_idx == 0:
+            self.figures = bounded.new_figures(len(self._q))
+            self._near_lse = torch.empty(self._lse.shape, pin_memory=is_cuda)
+            self.out_norms = torch.zeros(bounded.spec.num_layers, *self._lse.shape, pin_memory=is_cuda)
+            self._near_lse_there = view_on_gpu(self._near_lse) if is_cuda else self._near_lse
+            self._out_norms_there = view_on_gpu(self.out_norms) if is_cuda else self.out_norms
+        layer = bounded.copies[Tier.DRAM].layer(layer_idx)
+        arrays = make_arrays(
+            self._q, layer, scale=bounded.spec.head_dim**-0.5, max_mass=bounded.max_mass, near=(self._out, self._lse),
+            out=self._out, lse=self._lse, figures=self.figures[layer_idx], other_lse=self._near_lse,
+        )  # fmt: skip
+        for script in (self._script, self._layers[layer_idx]):
+            script.bound_layer(bounded.native.native, arrays, layer, self.figures, self._near_lse, bounded)
+
+    def scan(self, batches: Sequence[KeyBatch]) -> None:
+        """Name the keys of each layer that the bounded op reads in the next steps."""
+        self._scanned = batches
+
+    def show_near(self, layer_idx: int, lse: Tensor) -> None:
+        """Launch: tell the bounded op how much of the softmax the accelerator's own keys hold, [B, Hq] fp32."""
+        torch.add(lse, 0, out=self._near_lse_there)
+        self.mark_streamed(layer_idx)
+
+    def show_answers(self, outs: Sequence[Tensor]) -> None:
+        """Launch: keep how long the whole answers [B, Hq, D] of the layers are: errors are measured by it."""
+        self._out_norms_there.copy_(torch.stack(list(outs)).float().norm(dim=-1))
 
     def send(self, layer_idx: int, q: Tensor) -> None:
         """Launch: bring rotated queries [B, Hq, D] to the CPU lane."""
@@ -111,7 +156,7 @@ class Handover:
         num_layers = self._flags.shape[1]
         num_answered = 0
         try:
-            num_answered, self.num_last = self._script.run(batches, limit_s=WAIT_LIMIT_S)
+            num_answered, self.num_last = self._script.run(batches, limit_s=WAIT_LIMIT_S, scanned=self._scanned)
         finally:
             if num_answered < num_layers:
                 self._host_flags[1, :, 0] = 1
@@ -126,7 +171,9 @@ class Handover:
         Raises:
             LaneError: the queries did not come in time.
         """
-        num_answered, _ = self._layers[layer_idx].run([batch], limit_s=WAIT_LIMIT_S)
+        num_answered, _ = self._layers[layer_idx].run(
+            [batch], limit_s=WAIT_LIMIT_S, scanned=self._scanned[layer_idx : layer_idx + 1]
+        )
         if num_answered < 1:
             raise LaneError(
                 f"the accelerator sent no queries of layer {layer_idx} to the CPU lane within {WAIT_LIMIT_S:.0f} s"

@@ -32,6 +32,9 @@ class LLMService(Protocol):
     def stats(self) -> "EngineStats":
         """Counters."""
 
+    def compare_decode(self) -> tuple[float, float] | None:
+        """Seconds of a decode step, predicted and measured, or None."""
+
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
     ) -> "Generator[RequestOutput, None, None]":

@@ -129,7 +129,8 @@ class EngineConfig:
     )  # fmt: skip
     placement: str | None = setting(
         None, SettingKind.TEXT,
-        "JSON file that says which share of each layer's weights lies where, in place of weights-gpu-memory",
+        "JSON file that says which share of each layer's weights lies where, in place of weights-gpu-memory; auto: as "
+        "the cost model finds it fastest on this machine, which `ambidex calibrate` has measured",
     )  # fmt: skip
     kv_gpu_tokens: int | None = setting(
         None, SettingKind.INT,
@@ -224,7 +225,8 @@ class EngineConfig:
     )  # fmt: skip
     bounded_scores: BoundedScores = setting(
         BoundedScores.AUTO, SettingKind.CHOICE,
-        "what bounded chooses by: K itself, or an 8-bit copy of it and its error; auto: exact",
+        "what bounded chooses by: scan is the native op, 8-bit scores and their error; exact (K itself) and int8 are "
+        "the reference form; auto: scan, or exact where it cannot be had",
     )  # fmt: skip
     num_threads: int | None = setting(
         None,

@@ -35,9 +35,12 @@ class H2OForm(StrEnum):
 
 
 class BoundedScores(StrEnum):
-    """What the rows to drop are chosen by. `auto`: exact. `int8`: scores over an 8-bit copy of K, with their error."""
+    """What rows to drop are chosen by. `scan`: the native op, scores over an 8-bit copy of K with their error.
+    `exact`, `int8`: the reference form in fp64, all of K or an 8-bit copy. `auto`: scan if it can be had, else exact.
+    """
 
     AUTO = "auto"
+    SCAN = "scan"
     EXACT = "exact"
     INT8 = "int8"
 
@@ -157,7 +160,7 @@ _OPTIONS: Final = (
 DEFAULTS: Final[Mapping[PolicyName, Mapping[str, Default]]] = {
     PolicyName.EXACT: {},
     # design of this project: a dropped mass of 0.01 keeps about a sixth of the rows of a real model at 4K tokens
-    PolicyName.BOUNDED: {"max_dropped_mass": 0.01, "bounded_scores": BoundedScores.EXACT},
+    PolicyName.BOUNDED: {"max_dropped_mass": 0.01, "bounded_scores": BoundedScores.AUTO},
     # the class's defaults, 4 + 512 (mit-han-lab/streaming-llm)
     PolicyName.STREAMING_LLM: {"policy_tokens": 516, "policy_percent": None, "sink_tokens": 4},
     # the paper's 20 %, half and half (arXiv:2306.14048, section 5)

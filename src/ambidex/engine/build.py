@@ -1,14 +1,15 @@
 """The composition root: settings → every object, by hand and in order. Only this module sees both planes."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
 
+from ambidex.attention.bounded_scan import MIN_SCANNED_BLOCKS, BoundedScan, WaitWritten
 from ambidex.attention.chunk_stream import MIN_STREAMED_QUERIES, ChunkStream
 from ambidex.attention.select.policy import Need
 from ambidex.attention.select.registry import make_policy
@@ -26,6 +27,8 @@ from ambidex.core.policy import PolicyName, resolve_policy
 from ambidex.core.regions import Regions
 from ambidex.core.step import make_buckets
 from ambidex.core.units import format_size
+from ambidex.engine.auto_placement import AUTO, AutoPlacement, Budgets, solve_weights
+from ambidex.engine.bounded_form import BoundedForm, choose_bounded_form
 from ambidex.engine.core import EngineCore
 from ambidex.engine.engine import Engine
 from ambidex.engine.executor import Executor
@@ -55,12 +58,16 @@ from ambidex.engine.weights_plan import (
     chunk_bytes_for,
     describe_split,
     fill_placement,
+    read_placement,
 )
 from ambidex.formats.locate import ModelSource, find_model
 from ambidex.formats.spec import read_spec
 from ambidex.hw.memory import read_memory
+from ambidex.hw.profile import HardwareProfile, Machine
+from ambidex.hw.profile_file import default_path, read_profile
 from ambidex.hw.topology import read_topology
 from ambidex.kernels.cpu import native
+from ambidex.kernels.cpu.bounded import BoundedPool
 from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
 from ambidex.kernels.dispatch import choose, find_fallbacks
 from ambidex.kernels.linear import LinearContext
@@ -93,11 +100,11 @@ from ambidex.runner.torch_threads import TorchThreads
 from ambidex.runner.tracing import LaneTracing, trace_lanes
 from ambidex.runner.verified import VerifiedExecutor
 from ambidex.sched.scheduler import Scheduler
-from ambidex.solver.placement_file import read_placement
 from ambidex.storage.checksums import BlockChecksums, VerifiedCopy
 from ambidex.storage.copy import CopyBlock, CopyEngine, copy_block
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
 from ambidex.storage.kv_pool import KVPool, RowKVPool
+from ambidex.storage.scan_copy import ScanCopy
 from ambidex.storage.tile_writer import TileWriter
 from ambidex.storage.tiled_pool import TiledKVPool
 from ambidex.text.guided import GuideCompiler
@@ -132,6 +139,7 @@ class _Choices:
     kv: KVFormat
     decode_form: DecodeForm
     decode_form_why: str
+    bounded: BoundedForm
     stream: StreamBuffers | None
     weights: "_Weights"
     memory: MemoryPlan
@@ -146,6 +154,8 @@ class _Weights:
     ring: RingSizes
     bytes: WeightBytes
     parts: DividedBytes | None = None
+    auto: AutoPlacement | None = None
+    """What was solved, if it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +178,9 @@ def build_engine(
     min_streamed: int | None = None,
     weight_ring: RingSizes | None = None,
     cpu_levels: Sequence[Level] | None = None,
+    min_scanned: int = MIN_SCANNED_BLOCKS,
     host_memory: HostMemory = HOST_MEMORY,
+    profile: HardwareProfile | None = None,
 ) -> Engine:
     """Load a model and make it ready to answer.
 
@@ -182,13 +194,17 @@ def build_engine(
         weight_ring: buffers through which weights travel; None: sized by the accelerator's budget.
         cpu_levels: what the CPU multiplies of its part of the weights in steps of each size; None: on a GPU as
             measured, on a CPU all of it.
+        min_scanned: whole blocks of a request from which the bounded policy scans its keys.
         host_memory: who is asked for pinned memory and huge pages; a test hands in one that refuses.
+        profile: of the machine, for `placement` auto; None: the one that `ambidex calibrate` wrote.
     Raises:
         ConfigError, ModelError: the settings or the model cannot be used.
         MachineError: the machine has not what they need.
     """
     tracer = open_tracer(config.trace)
-    choices = _choose(config, decode_form, streams_chunks=min_streamed is not None, weight_ring=weight_ring)
+    choices = _choose(
+        config, decode_form, streams_chunks=min_streamed is not None, weight_ring=weight_ring, profile=profile
+    )
     tokenizer = load_tokenizer(choices.source)
     eos_ids = _eos_ids(choices.spec, tokenizer)
     torch.set_num_threads(choices.num_threads)
@@ -210,6 +226,7 @@ def build_engine(
         seed=config.seed,
     )
     stream_share, stream_why = _choose_stream_share(config, choices, pools)
+    bounded = _make_bounded(config, choices, pools, min_scanned)
     checksums = BlockChecksums(pools[Tier.DRAM]) if config.verify else None
     trace = trace_lanes(tracer, choices.device, copy if checksums is None else VerifiedCopy(copy, checksums))
     runner = ModelRunner(
@@ -219,12 +236,15 @@ def build_engine(
         copies=CopyEngine(pools, copy=trace.copy),
         device=choices.device,
         forward=forward,
-        decode_steps=_make_decode_steps(config, choices, model, pools, forward, stream_share, capture, divided),
+        decode_steps=_make_decode_steps(
+            config, choices, model, pools, forward, stream_share, capture, divided, bounded
+        ),
         torch_threads=TorchThreads(choices.num_threads)
         if choices.device.type == "cpu" and choices.threads is not None
         else None,
         tracer=tracer,
         device_clock=trace.device_clock,
+        bounded=bounded,
     )
 
     def kv_bytes() -> dict[Tier, int]:
@@ -278,6 +298,7 @@ def build_engine(
             tier: sum(entry.num_bytes for entry in choices.memory.ledger.entries(tier) if entry.owner == "weights")
             for tier in pools
         },
+        predict_step=choices.weights.auto.predict_step_s if choices.weights.auto is not None else None,
     )
 
 
@@ -292,7 +313,12 @@ def _cache_identity(choices: _Choices) -> str:
 
 
 def _choose(
-    config: EngineConfig, decode_form: DecodeForm | None, *, streams_chunks: bool, weight_ring: RingSizes | None
+    config: EngineConfig,
+    decode_form: DecodeForm | None,
+    *,
+    streams_chunks: bool,
+    weight_ring: RingSizes | None,
+    profile: HardwareProfile | None,
 ) -> _Choices:
     source = find_model(config.model)
     spec = read_spec(source)
@@ -314,9 +340,12 @@ def _choose(
     form, form_why = (decode_form, "asked for") if decode_form else _choose_decode_form(config, spec, device, threads)
     has_row_ops = is_cuda or form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
     kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
+    bounded = choose_bounded_form(config, kv.specs, why_ordinary=form_why if form is DecodeForm.ORDINARY else None)
+    if config.policy is not PolicyName.EXACT and not bounded.is_native:
+        form, form_why = decode_form or DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
     activations = activation_dtype(dtype, device)
     free = _free_memory(device)
-    can_step_stream = config.stream_percent != 0 and why_no_stream(spec, kv.specs) is None
+    can_step_stream = config.stream_percent != 0 and not bounded.is_native and why_no_stream(spec, kv.specs) is None
     stream = None
     if (
         (streams_chunks or is_cuda)
@@ -334,8 +363,9 @@ def _choose(
     buckets = _decode_buckets(config) if form is DecodeForm.CAPTURED else ()
     fixed = fixed_bytes(config, spec, activations=activations, graph_buckets=buckets, stream=stream)
     weights = _choose_weights(
-        config, spec, dtype, device, kv, keeps_quantized=keeps, free=free, fixed=fixed, ring=weight_ring
-    )
+        config, spec, dtype, device, kv, keeps_quantized=keeps, free=free, fixed=fixed, ring=weight_ring,
+        profile=profile,
+    )  # fmt: skip
     if weights.placement is not None:
         check_placement(config, looks_ahead=Need.LOOK_AHEAD in policy.needs, placement=weights.placement)
     return _Choices(
@@ -350,9 +380,18 @@ def _choose(
         kv=kv,
         decode_form=form,
         decode_form_why=form_why,
+        bounded=bounded,
         stream=stream,
         weights=weights,
-        memory=plan_memory(config, spec, kv.specs, free=free, weights=weights.bytes, fixed=fixed),
+        memory=plan_memory(
+            config,
+            spec,
+            kv.specs,
+            free=free,
+            weights=weights.bytes,
+            fixed=fixed,
+            scan_bytes=bounded.scan_bytes(kv.specs),
+        ),
     )
 
 
@@ -367,8 +406,9 @@ def _choose_weights(
     free: FreeMemory,
     fixed: FixedBytes,
     ring: RingSizes | None,
+    profile: HardwareProfile | None,
 ) -> _Weights:
-    """Where weights lie: as a file says, or what fits on the accelerator there and the rest in DRAM.
+    """Where weights lie: as a file or the solver says, or what fits on the accelerator there and the rest in DRAM.
 
     Raises:
         ConfigError: the file cannot be used, or what cannot be divided does not fit.
@@ -383,8 +423,26 @@ def _choose_weights(
     budget = find_gpu_budget(config, free)
     ring = ring or RingSizes(chunk_bytes=chunk_bytes_for(budget), num_slots=NUM_SLOTS)
     chunk_size = ring.chunk_bytes // dtype.num_bytes
-    if config.placement is not None:
-        placement, why = read_placement(Path(config.placement)), f"as {config.placement} says"
+    auto: AutoPlacement | None = None
+    if config.placement == AUTO:
+        num_parts = len(plan_sites(skeleton, Placement.all_on_gpu(spec.num_layers), chunk_size=chunk_size))
+        auto = solve_weights(
+            config,
+            spec,
+            dtype=dtype,
+            profile=profile or _read_profile(device),
+            budgets=Budgets(
+                gpu=budget,
+                dram=config.dram_memory if config.dram_memory is not None else free.dram,
+                gpu_fixed=fixed.total + num_parts * ALIGNMENT_BYTES,
+                ring=ring.num_slots * ring.chunk_bytes,
+            ),
+        )
+        placement, why = auto.placement, auto.why
+        if placement.is_all_on_gpu:
+            return _Weights(placement=None, why=why, ring=ring, bytes=WeightBytes(on_gpu=total), auto=auto)
+    elif config.placement is not None:
+        placement, why = read_placement(config.placement, spec.num_layers), f"as {config.placement} says"
     else:
         least_kv = kv.specs[Tier.GPU].num_blocks(config.kv_gpu_tokens or 0) * kv.specs[Tier.GPU].bytes_per_block
         wanted, why = config.weights_gpu_memory, "asked for"
@@ -412,14 +470,28 @@ def _choose_weights(
         ring=ring,
         bytes=WeightBytes(on_gpu=sizes.whole + parts.on_gpu, in_dram=parts.on_cpu + parts.streamed, ring=parts.ring),
         parts=parts,
+        auto=auto,
     )
+
+
+def _read_profile(device: torch.device) -> HardwareProfile:
+    """The profile of this machine.
+
+    Raises:
+        ConfigError: there is none, or it is another machine's; says how to make one.
+    """
+    topology = read_topology()
+    gpu = torch.cuda.get_device_properties(device).name if device.type == "cuda" else None
+    profile = read_profile(default_path(os.environ))
+    profile.check_machine(Machine(cpu=topology.cpu_model, cores=topology.num_usable_cores, gpu=gpu))
+    return profile
 
 
 def _choose_decode_form(
     config: EngineConfig, spec: ModelSpec, device: torch.device, threads: ThreadPool | None
 ) -> tuple[DecodeForm, str]:
     """How decode steps run, and the reason."""
-    if config.policy is not PolicyName.EXACT:
+    if config.policy not in (PolicyName.EXACT, PolicyName.BOUNDED):
         return DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
     if spec.alibi_slopes is not None:
         return DecodeForm.ORDINARY, "attention with slopes (alibi) has no other form"
@@ -450,6 +522,7 @@ def _make_decode_steps(
     stream_share: float,
     capture: Callable[[], Capture],
     divided: _Divided | None,
+    bounded: BoundedScan | None,
 ) -> FixedSteps | None:
     if choices.decode_form is DecodeForm.PROGRAM:
         return ProgramSteps(
@@ -458,6 +531,7 @@ def _make_decode_steps(
             forward=forward,
             pools={tier: pool for tier, pool in pools.items() if isinstance(pool, TiledKVPool)},
             max_rows=min(config.max_running_requests, config.max_tokens_per_step),
+            bounded=bounded,
         )
     if choices.decode_form is DecodeForm.ORDINARY or pools[Tier.GPU].num_blocks == 0:
         return None
@@ -473,6 +547,27 @@ def _make_decode_steps(
         follows_lanes=config.stream_percent is None,
         capture=capture() if choices.decode_form is DecodeForm.CAPTURED else None,
         weights=None if divided is None else divided.lanes,
+        bounded=bounded,
+    )
+
+
+def _make_bounded(
+    config: EngineConfig, choices: _Choices, pools: Mapping[Tier, KVPool], min_scanned: int
+) -> BoundedScan | None:
+    """The bounded policy in its native form; None: another policy, the reference form, or no pool that it reads."""
+    settings = resolve_policy(config)
+    tiled = {tier: pool for tier, pool in pools.items() if isinstance(pool, TiledKVPool) and pool.num_blocks}
+    if not choices.bounded.is_native or not tiled or choices.threads is None:
+        return None
+    assert settings.max_dropped_mass is not None, "settings of bounded"
+    native_pool = BoundedPool(choices.threads)
+    return BoundedScan(
+        choices.spec,
+        {tier: ScanCopy(pool, native_pool) for tier, pool in tiled.items()},
+        native_pool,
+        max_mass=settings.max_dropped_mass,
+        min_blocks=min_scanned,
+        wait=WaitWritten(choices.device) if choices.device.type == "cuda" else None,
     )
 
 
@@ -500,6 +595,8 @@ def _why_no_stream(choices: _Choices, pools: Mapping[Tier, KVPool]) -> str | Non
     dram = pools[Tier.DRAM]
     if choices.device.type != "cuda":
         return "there is no GPU that could read DRAM over a link"
+    if choices.bounded.is_native:
+        return "the bounded policy leaves keys in DRAM to the CPU, which knows what it leaves out"
     if choices.decode_form is not DecodeForm.CAPTURED:
         return f"decode steps are not captured: {choices.decode_form_why}"
     if choose("attend_tiles", choices.device.type).name != "triton":
@@ -703,7 +800,7 @@ def _with_policy(
 ) -> TieredAttention | SelectiveAttention:
     """Attention whose keys a policy chooses; with `exact` the very object that attends all."""
     settings = resolve_policy(config)
-    if settings.is_exact:
+    if settings.is_exact or choices.bounded.is_native:
         return exact
     formats = {choices.kv.specs[tier].dtype for tier, count in choices.memory.num_blocks.items() if count}
     if settings.name is PolicyName.BOUNDED and len(formats) > 1:
@@ -741,9 +838,10 @@ def _report(
             ReportRow(section="compute", name="dtype", value=choices.dtype.value, why=choices.dtype_why),
             _weights_row(choices),
             *_placement_rows(choices, divided),
+            *(choices.weights.auto.rows() if choices.weights.auto is not None else ()),
             ReportRow(section="compute", name="threads", value=str(choices.num_threads)),
             ReportRow(section="compute", name="decode", value=choices.decode_form.value, why=choices.decode_form_why),
-            *policy_rows(config),
+            *policy_rows(config, choices.bounded),
             ReportRow(section="compute", name="stream_share", value=f"{stream[0]:.2f} of keys in DRAM", why=stream[1]),
         ],
         kv=choices.kv,

@@ -113,11 +113,13 @@ def plan_memory(
     free: FreeMemory,
     weights: WeightBytes,
     fixed: FixedBytes,
+    scan_bytes: Mapping[Tier, int] | None = None,
 ) -> MemoryPlan:
     """Divide the budgets.
 
     Args:
         kv: the KV cache as each tier keeps it, in blocks of one size.
+        scan_bytes: what bounded attention keeps beside each block of a tier; None: nothing.
     Raises:
         ConfigError: a budget is too small for the model; says what is needed.
     """
@@ -126,9 +128,14 @@ def plan_memory(
     context_blocks = kv[Tier.GPU].num_blocks(_wanted_context_len(config, spec))
     most_blocks = context_blocks * config.max_running_requests
     default_blocks = context_blocks * min(config.max_running_requests, DEFAULT_CONTEXTS)
-    gpu_block_bytes, dram_block_bytes = kv[Tier.GPU].bytes_per_block, kv[Tier.DRAM].bytes_per_block
+    beside = {tier: (scan_bytes or {}).get(tier, 0) for tier in kv}
+    gpu_block_bytes, dram_block_bytes = (kv[tier].bytes_per_block + beside[tier] for tier in (Tier.GPU, Tier.DRAM))
     gpu_blocks = _gpu_blocks(
-        config, kv[Tier.GPU], gpu_budget - taken, default_blocks if config.gpu_memory is None else most_blocks
+        config,
+        kv[Tier.GPU],
+        gpu_block_bytes,
+        gpu_budget - taken,
+        default_blocks if config.gpu_memory is None else most_blocks,
     )
     if gpu_blocks < 0 or gpu_budget < taken:
         ring = f", weights on their way {format_size(weights.ring)}" if weights.ring else ""
@@ -148,7 +155,7 @@ def plan_memory(
         0, min(dram_left // dram_block_bytes, default_blocks if config.dram_memory is None else most_blocks)
     )
     num_blocks = {Tier.GPU: gpu_blocks, Tier.DRAM: dram_blocks}
-    max_len, reason = _context_len(config, spec, kv[Tier.DRAM], num_blocks)
+    max_len, reason = _context_len(config, spec, kv[Tier.DRAM], dram_block_bytes, num_blocks)
     ledger = MemoryLedger(
         {
             Tier.GPU: max(gpu_budget, taken + gpu_blocks * gpu_block_bytes),
@@ -160,10 +167,12 @@ def plan_memory(
     for owner, num_bytes in (("weight ring", weights.ring), ("graphs", fixed.graphs), ("stream", fixed.streamed)):
         if num_bytes:
             ledger.take(Tier.GPU, owner, num_bytes)
-    ledger.take(Tier.GPU, "kv", gpu_blocks * gpu_block_bytes)
     if weights.in_dram:
         ledger.take(Tier.DRAM, "weights", weights.in_dram)
-    ledger.take(Tier.DRAM, "kv", dram_blocks * dram_block_bytes)
+    for tier, count in num_blocks.items():
+        ledger.take(tier, "kv", count * kv[tier].bytes_per_block)
+        if beside[tier]:
+            ledger.take(tier, "scan", count * beside[tier])
     return MemoryPlan(num_blocks=num_blocks, max_context_len=max_len, max_context_reason=reason, ledger=ledger)
 
 
@@ -190,22 +199,24 @@ def _budgets(config: EngineConfig, free: FreeMemory, fixed: int, weights_in_dram
     return gpu, dram
 
 
-def _gpu_blocks(config: EngineConfig, kv: KVSpec, left: int, default_blocks: int) -> int:
+def _gpu_blocks(config: EngineConfig, kv: KVSpec, block_bytes: int, left: int, default_blocks: int) -> int:
     """Blocks of the accelerator tier; negative if the asked number does not fit."""
-    fitting = left // kv.bytes_per_block
+    fitting = left // block_bytes
     if config.kv_gpu_tokens is None:
         return max(0, min(fitting, default_blocks))
     asked = kv.num_blocks(config.kv_gpu_tokens)
     if config.gpu_memory is None and asked > fitting:
         raise ConfigError(
-            f"`kv_gpu_tokens` {config.kv_gpu_tokens} needs {format_size(asked * kv.bytes_per_block)}: of the default "
+            f"`kv_gpu_tokens` {config.kv_gpu_tokens} needs {format_size(asked * block_bytes)}: of the default "
             f"budget, a share of the memory that is free now, weights and workspace leave {format_size(max(0, left))}: "
             f"lower it, or name a budget with `gpu_memory`"
         )
     return asked if asked <= fitting else -1
 
 
-def _context_len(config: EngineConfig, spec: ModelSpec, kv: KVSpec, num_blocks: dict[Tier, int]) -> tuple[int, str]:
+def _context_len(
+    config: EngineConfig, spec: ModelSpec, kv: KVSpec, block_bytes: int, num_blocks: dict[Tier, int]
+) -> tuple[int, str]:
     """The context limit, and why it is that."""
     capacity = sum(num_blocks.values()) * kv.block_size
     wanted = _wanted_context_len(config, spec)
@@ -213,7 +224,7 @@ def _context_len(config: EngineConfig, spec: ModelSpec, kv: KVSpec, num_blocks: 
         return wanted, "asked for" if config.max_context_len is not None else "the model's"
     if config.max_context_len is not None or capacity < 2:
         raise ConfigError(
-            f"a context of {wanted} tokens needs {format_size(kv.num_blocks(wanted) * kv.bytes_per_block)} of KV: "
+            f"a context of {wanted} tokens needs {format_size(kv.num_blocks(wanted) * block_bytes)} of KV: "
             f"the tiers hold {capacity} tokens (gpu {num_blocks[Tier.GPU]}, dram {num_blocks[Tier.DRAM]} blocks of "
             f"{kv.block_size}): raise `dram_memory` or `gpu_memory`, or lower `max_context_len`"
         )

@@ -1,11 +1,16 @@
 """Where weights lie when they do not fit on the GPU: from a file, or by a rule. Plain values only."""
 
+import logging
+from pathlib import Path
 from typing import Final
 
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError
 from ambidex.core.placement import LayerPlacement, Placement, WeightSizes, WeightSplit
 from ambidex.core.units import MIB, format_size
+from ambidex.solver.placement_file import read_pins, whole_placement
+
+logger = logging.getLogger(__name__)
 
 STREAMED_SHARE: Final = 0.35
 """Of the weights in DRAM, that a GPU reads over the link: link / (link + DRAM), so that both lanes end together.
@@ -47,6 +52,21 @@ def fill_placement(sizes: WeightSizes, gpu_bytes: int, *, streamed_share: float)
 def chunk_bytes_for(gpu_budget: int) -> int:
     """Bytes of a chunk of weights on their way, so that the ring takes no more than its share of the GPU's budget."""
     return max(1, min(MOST_CHUNK_BYTES, int(gpu_budget * RING_SHARE) // NUM_SLOTS))
+
+
+def read_placement(path: str, num_layers: int) -> Placement:
+    """Read where all weights of a model lie, from a file as `ambidex plan` writes it (`solver/placement_file.py`).
+
+    What it says about keys and values is for the settings of KV, and a warning says so.
+
+    Raises:
+        ConfigError: the file cannot be read, is no placement, or leaves out a part of the model.
+    """
+    pins = read_pins(Path(path), num_layers)
+    placement, kv = whole_placement(pins, num_layers, where=f"placement file {path}")
+    if kv is not None:
+        logger.warning("what %s says about keys and values is left to `kv_gpu_tokens` and `stream_percent`", path)
+    return placement
 
 
 def describe_split(on_gpu: int, on_cpu: int, streamed: int) -> str:

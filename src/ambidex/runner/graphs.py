@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from ambidex.attention.bounded_scan import BoundedScan, collect_figures, scanned_bytes
 from ambidex.attention.decode_batch import DecodeBatch
 from ambidex.attention.decode_inputs import DecodeInputs, DecodeTokens
 from ambidex.attention.handover import Handover
@@ -27,7 +28,7 @@ from ambidex.attention.streamed import LaneBalance, StreamedAttention
 from ambidex.core.errors import LaneError
 from ambidex.core.ids import Lane, RequestId, Tier
 from ambidex.core.model_spec import ModelSpec
-from ambidex.core.step import ScheduledRequest
+from ambidex.core.step import ScheduledRequest, SelectionFigures
 from ambidex.kernels import api
 from ambidex.kernels.cpu.native import KeyBatch, ThreadPool
 from ambidex.kernels.cpu.recorded import Arena
@@ -107,6 +108,7 @@ class DecodeSteps:
         follows_lanes: that share changes from step to step so that the lanes end together.
         capture: how a step is captured, `CudaCapture()` or a test's; None: each step is launched anew.
         weights: the lanes of divided weights; None: all lie on the accelerator.
+        bounded: the bounded policy, by which the CPU lane leaves out keys; None: it attends all of its own.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class DecodeSteps:
         follows_lanes: bool,
         capture: Capture | None,
         weights: WeightLanes | None = None,
+        bounded: BoundedScan | None = None,
     ) -> None:
         self._model = model
         self._spec = spec
@@ -131,6 +134,8 @@ class DecodeSteps:
         self._pools = dict(pools)
         self._dram = dram if isinstance(dram, TiledKVPool) and dram.num_blocks else None
         self._handovers: dict[int, Handover] = {}
+        self._empty_batches: dict[int, KeyBatch] = {}
+        self._bounded = bounded
         self._weights = weights
         self._weight_handovers: dict[int, WeightHandover] = {}
         self._arena = Arena() if weights is not None else None
@@ -184,8 +189,9 @@ class DecodeSteps:
         return DecodeOutput(
             logits=self._logits[: len(requests)],
             chosen=self._chosen[: len(requests)],
-            lane_bytes=self._lane_bytes(),
+            lane_bytes=lambda: self._lane_bytes(num_rows),
             is_replayed=is_replayed,
+            selection=None if self._bounded is None else lambda: self._selection(len(requests), num_rows),
         )
 
     def try_launch(self, requests: Sequence[ScheduledRequest]) -> LaunchedDecode | None:
@@ -204,7 +210,7 @@ class DecodeSteps:
         self._settle_weights()
         replay()
         self._launched_rows = {request.request_id: row for row, request in enumerate(requests)}
-        return self._copies[next(self._turns)].begin(self._chosen[: len(requests)], self._lane_bytes())
+        return self._copies[next(self._turns)].begin(self._chosen[: len(requests)], self._lane_bytes(num_rows))
 
     def _run(self, num_rows: int) -> bool | None:
         """Run the step that was prepared; says whether a graph was replayed, None if graphs had to be given up.
@@ -214,6 +220,7 @@ class DecodeSteps:
         """
         batches = self._layer_batches()
         try:
+            batches = self._scan(num_rows, batches)
             host = self._host_answers(num_rows, batches)
         except RuntimeError as error:  # torch's: no pinned memory for its buffers
             self._give_up(num_rows, error)
@@ -256,6 +263,8 @@ class DecodeSteps:
         batches, num_rows = self._layer_batches(), self._bucket(num_requests)
         assert batches is not None, "the last step had no keys in DRAM"
         assert num_rows is not None, "more requests than a step takes"
+        batches = self._scan(num_rows, batches)
+        assert batches is not None, "there are as many as before"
         self._handover(num_rows).answer_alone(batches)
 
     def _bucket(self, num_requests: int) -> int | None:
@@ -285,12 +294,26 @@ class DecodeSteps:
         batches = self._batch.key_batches
         return None if batches is None else [batches[window] for window in self._spec.windows]
 
+    def _scan(self, num_rows: int, batches: list[KeyBatch] | None) -> list[KeyBatch] | None:
+        """Leave the CPU lane's keys to the bounded policy, if that is the policy; returns those attended exactly."""
+        if self._bounded is None or batches is None:
+            return batches
+        self._bounded.make_missing(Tier.DRAM, self._batch.dram_ids)
+        self._handover(num_rows).scan(batches)
+        if num_rows not in self._empty_batches:
+            none = torch.zeros(num_rows, dtype=torch.int64)
+            self._empty_batches[num_rows] = KeyBatch(
+                none[:0], torch.zeros(num_rows + 1, dtype=torch.int64), none, none, torch.arange(num_rows + 1),
+                block_size=self._pools[Tier.DRAM].spec.block_size,
+            )  # fmt: skip
+        return [self._empty_batches[num_rows]] * len(batches)
+
     def _handover(self, num_rows: int) -> Handover:
         if num_rows not in self._handovers:
             assert self._dram is not None, "a batch without a CPU lane has no keys in DRAM"
             pool = self._pools[Tier.GPU]
             self._handovers[num_rows] = Handover(
-                self._spec, self._dram, num_rows, dtype=pool.k.dtype, device=pool.device
+                self._spec, self._dram, num_rows, dtype=pool.k.dtype, device=pool.device, bounded=self._bounded
             )
         return self._handovers[num_rows]
 
@@ -318,10 +341,33 @@ class DecodeSteps:
             )
         return self._weight_handovers[num_rows]
 
-    def _lane_bytes(self) -> dict[Lane, int]:
+    def _selection(self, num_requests: int, num_rows: int) -> SelectionFigures:
+        """What the CPU lane left out in the last step."""
+        by_tier = self._batch.num_keys[None]
+        num_visible = sum(by_tier.values()) + self._batch.num_streamed
+        if not by_tier[Tier.DRAM]:
+            num_choices = self._spec.num_layers * num_requests * self._spec.num_q_heads
+            num_keys = self._spec.num_layers * self._spec.num_q_heads * num_visible
+            return SelectionFigures(
+                num_choices=num_choices, num_visible=num_keys, num_attended=num_keys, num_bounded=num_choices
+            )
+        handover = self._handovers[num_rows]
+        figures = {Tier.DRAM: handover.figures[:, :num_requests].numpy()}
+        num_scanned = {Tier.DRAM: by_tier[Tier.DRAM]}
+        return collect_figures(figures, num_scanned, num_visible, handover.out_norms[:, :num_requests].numpy())
+
+    def _lane_bytes(self, num_rows: int) -> dict[Lane, int]:
         """Bytes of K and V that each lane read in the step."""
         near, dram = (self._pools[tier].spec.bytes_per_token_layer for tier in (Tier.GPU, Tier.DRAM))
         num_keys = self._batch.num_keys.items()
+        if self._bounded is not None and self._batch.key_batches is not None:
+            num_near, num_dram = (self._batch.num_keys[None][tier] for tier in (Tier.GPU, Tier.DRAM))
+            figures = {Tier.DRAM: self._handovers[num_rows].figures.numpy()}
+            read = scanned_bytes(
+                {Tier.DRAM: self._bounded.copies[Tier.DRAM]}, figures, {Tier.DRAM: num_dram}, self._spec,
+                {Tier.DRAM: Lane.CPU},
+            )  # fmt: skip
+            return {Lane.GPU: near * num_near * self._spec.num_layers, Lane.STREAM: 0} | read
         return {
             Lane.GPU: near * sum(num[Tier.GPU] * self._num_layers[window] for window, num in num_keys),
             Lane.CPU: dram * sum(num[Tier.DRAM] * self._num_layers[window] for window, num in num_keys),
@@ -340,12 +386,15 @@ class DecodeSteps:
         )
         paged = PagedAttention(self._spec, self._pools[Tier.GPU], rows)
         attention: AttentionOp = paged
+        hybrid: HybridAttention | None = None
         if host is not None and host.keys is not None:
             streamed = StreamedAttention(self._spec, self._stream, rows) if self._stream is not None else None
-            attention = HybridAttention(paged, host.keys, streamed)
+            attention = hybrid = HybridAttention(paged, host.keys, streamed, is_bounded=self._bounded is not None)
         logits = self._logits[:num_rows]
         with self._handing_over(host):
             hidden = self._forward(self._model, batch, attention)
+            if hybrid is not None:
+                hybrid.end()
             logits.copy_(self._model.logits(hidden))
         self._settle_weights()
         chosen = api.likeliest(logits)

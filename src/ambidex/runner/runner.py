@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ambidex.attention.bounded_scan import BoundedScan
 from ambidex.attention.selective import SelectiveAttention
 from ambidex.attention.tiered import TieredAttention
 from ambidex.attention.traced import CudaClock
@@ -82,6 +83,7 @@ class ModelRunner:
         torch_threads: how many threads torch computes with in a step of so many tokens; None: as it was set.
         tracer: is told the sections of each step.
         device_clock: tells what the device did meanwhile; None: nobody does.
+        bounded: the bounded policy in its native form, which is told what each step writes.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class ModelRunner:
         torch_threads: TorchThreads | None = None,
         tracer: Tracer | None = None,
         device_clock: CudaClock | None = None,
+        bounded: BoundedScan | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -109,6 +112,7 @@ class ModelRunner:
         self._torch_threads = torch_threads
         self._tracer = tracer or NullTracer()
         self._device_clock = device_clock
+        self._bounded = bounded
         self._last_end = 0.0  # of the last step that was launched; `time.perf_counter` seconds
 
     @torch.inference_mode()
@@ -129,6 +133,8 @@ class ModelRunner:
             self._sampler.add(request)
             if self._selective is not None:
                 self._selective.add(request)
+        if self._bounded is not None:
+            self._bounded.note(plan)
         moves = self._copies.run(plan.moves)
         clock.lap("moves")
         failures: dict[RequestId, str] = {}
@@ -236,7 +242,13 @@ class ModelRunner:
             allowed = [plan.requests[row].allowed_tokens for row in rows]
             tokens, failures = self._sampler.sample(output.logits if is_whole else output.logits[rows], ids, allowed)
         clock.lap("sample")
-        return _Computed(tokens=tokens, failures=failures, lane_bytes=output.lane_bytes, is_replayed=output.is_replayed)
+        return _Computed(
+            tokens=tokens,
+            failures=failures,
+            lane_bytes=output.lane_bytes(),
+            selection=output.selection() if output.selection is not None else None,
+            is_replayed=output.is_replayed,
+        )
 
 
 def call_model(model: CausalLM, batch: InputBatch, attention: AttentionOp) -> torch.Tensor:

@@ -29,6 +29,7 @@ from ambidex.server.protocol import (
     TokenizeRequest,
 )
 from ambidex.server.service import EngineService, EngineState
+from ambidex.server.tracing import Tracing
 
 PAGE_FILES: Final = {"/": "index.html", "/page.js": "page.js", "/page.css": "page.css"}
 _TYPES: Final = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
@@ -46,7 +47,7 @@ class ServerApp:
     Args:
         names: of the model, the first is shown.
         api_keys: accepted keys; none: no key is asked for.
-        max_running: requests that the engine computes at once; the queue comes on top.
+        tracing: gets every request that has ended.
         on_failed: called when the engine cannot be mended.
     """
 
@@ -58,6 +59,7 @@ class ServerApp:
         names: Sequence[str],
         api_keys: Sequence[str],
         version: str = "0",
+        tracing: Tracing | None = None,
         on_failed: Callable[[], None] = lambda: None,
     ) -> None:
         self.service = service
@@ -88,6 +90,7 @@ class ServerApp:
             max_body=config.max_body,
             metrics=self.metrics,
             log_format=config.log_format,
+            tracing=tracing,
         )
 
     @contextlib.asynccontextmanager

@@ -58,6 +58,10 @@ class ServerConfig:
     web: bool = setting(True, SettingKind.SWITCH, "serve the web page at /")
     tool_format: ToolFormat = setting(ToolFormat.AUTO, SettingKind.CHOICE, "how the model writes tool calls")
     log_format: LogFormat = setting(LogFormat.TEXT, SettingKind.CHOICE, "form of the log lines on stderr")
+    otlp_endpoint: str | None = setting(
+        None, SettingKind.TEXT, "send a trace span of each request to this OpenTelemetry collector, such as "
+        "http://127.0.0.1:4318/v1/traces; needs ambidex[otel]",
+    )  # fmt: skip
     max_body: int = setting(32 * 1024**2, SettingKind.SIZE, "largest request body", unit="bytes", low=1024)
     max_choices: int = setting(
         32, SettingKind.INT, "answers of one request: prompts times n", unit="answers", low=1, high=4096

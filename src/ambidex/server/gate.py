@@ -26,6 +26,7 @@ from ambidex.server.config import LogFormat
 from ambidex.server.errors import ErrorAnswer, answer_for, bad_request
 from ambidex.server.metrics import Metrics
 from ambidex.server.stream import SEND, ClientGoneError
+from ambidex.server.tracing import EndedRequest, Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ class Record:
     """The whole digest: what requests of different keys never share goes by it."""
     status: int = 0
     fields: dict[str, Any] = field(default_factory=dict)
+    stages: list[tuple[str, float]] = field(default_factory=list)
+    """Stages that it has reached, with the time of `time.monotonic`."""
 
 
 def record_of(request: Request) -> Record:
@@ -67,6 +70,7 @@ class Gate:
         allowed_hosts: names of this machine beside IP addresses, localhost and its own name.
         origins: web origins whose pages may call; `*` means all.
         max_body: bytes of a request body.
+        tracing: gets every request that has ended.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Gate:
         max_body: int,
         metrics: Metrics,
         log_format: LogFormat,
+        tracing: Tracing | None = None,
     ) -> None:
         self._app = app
         self._keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]
@@ -89,6 +94,7 @@ class Gate:
         self._max_body = max_body
         self._metrics = metrics
         self._log_format = log_format
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it here."""
@@ -110,7 +116,7 @@ class Gate:
         except Exception as error:
             await exchange.fail(error, scope, receive)
         finally:
-            self._note(scope, record, time.monotonic() - begun_s)
+            self._note(scope, headers, record, begun_s)
 
     def _check(self, scope: Scope, headers: Headers, record: Record) -> None:
         host = _host_name(headers.get("host", ""))
@@ -187,12 +193,26 @@ class Gate:
 
         return limited
 
-    def _note(self, scope: Scope, record: Record, seconds: float) -> None:
+    def _note(self, scope: Scope, headers: Headers, record: Record, begun_s: float) -> None:
+        ended_s = time.monotonic()
+        seconds = ended_s - begun_s
         route = getattr(scope.get("route"), "path", "unknown")
         self._metrics.requests.labels(route, str(record.status)).inc()
         self._metrics.request_s.labels(route).observe(seconds)
         if scope["path"] in QUIET_PATHS and record.status in (200, 503):
             return
+        if self._tracing is not None:
+            ended = EndedRequest(
+                method=scope["method"],
+                route=route,
+                status=record.status,
+                begun_s=begun_s,
+                ended_s=ended_s,
+                stages=record.stages,
+                fields=record.fields,
+                headers=headers,
+            )
+            self._tracing.note(ended)
         values = {
             "id": record.request_id,
             "route": f"{scope['method']} {route}",

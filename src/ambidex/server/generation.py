@@ -137,6 +137,11 @@ class Generation:
         reasons = ["gone" if reason == "open" else reason for reason in answer.finish_reasons]
         for reason in reasons:
             metrics.finished.labels(reason).inc()
+        record_of(http).stages = [
+            (name, since_s)
+            for name, since_s in (("queued", answer.begun_s), ("first token", answer.first_token_s))
+            if since_s is not None
+        ]
         first_s = None if answer.first_token_s is None else round(answer.first_token_s - answer.begun_s, 4)
         record_of(http).fields.update(
             answer=answer.id,

@@ -16,6 +16,7 @@ from ambidex.core.errors import AmbidexError, ConfigError, InternalError
 from ambidex.server.app import ServerApp
 from ambidex.server.config import LogFormat, ServerConfig
 from ambidex.server.service import EngineService, Progress
+from ambidex.server.tracing import open_tracing
 from ambidex.server.worker.client import WorkerEngine
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ def serve(
         AmbidexError: the model cannot be loaded, or the engine failed and could not be built anew.
     """
     api_keys = config.read_api_keys()
+    tracing = open_tracing(config.otlp_endpoint, version=version)
     listener = bind(config)
     set_up_log(config.log_format)
 
@@ -56,12 +58,15 @@ def serve(
         names=config.served_model_name or (engine_config.model,),
         api_keys=api_keys,
         version=version,
+        tracing=tracing,
         on_failed=lambda: server.stop(),
     )
     server = DrainingServer(app, drain_s=config.drain_s)
     with listener:
         on_bound(url_of(listener))
         asyncio.run(server.serve(sockets=[listener]))
+    if tracing is not None:
+        tracing.close()
     if isinstance(service.error, AmbidexError):
         raise service.error
     if service.error is not None:

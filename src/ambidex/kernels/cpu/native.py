@@ -378,6 +378,7 @@ class AttentionScript:
         except (TypeError, ValueError) as error:
             raise ShapeError(f"attention script: {error}") from error
         self._kept: list[tuple[Tensor, ...]] = [(asked, answered, streamed)]
+        self._kept_owners: list[tuple[object, ...]] = []
 
     def add_layer(
         self,
@@ -409,11 +410,27 @@ class AttentionScript:
             raise ShapeError(f"attention script: {error}") from error
         self._kept.append((q, k_pool, v_pool, out, lse))
 
-    def run(self, batches: Sequence[KeyBatch], *, limit_s: float) -> tuple[int, int]:
+    def bound_layer(self, pool: "_native.BoundedPool", arrays: "_native.BoundedArrays", *owners: object) -> None:
+        """Let bounded attention over other keys follow upon the layer added last, joined with its answer.
+
+        Args:
+            arrays: `near` is the layer's `out` and `lse`; `other_lse` counts once the layer's word in `streamed` is 1.
+            owners: of the memory that they name.
+        Raises:
+            ShapeError: they are another layer's.
+        """
+        try:
+            self._native.bound_layer(pool, arrays)
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"attention script: {error}") from error
+        self._kept_owners.append((arrays, *owners))
+
+    def run(self, batches: Sequence[KeyBatch], *, limit_s: float, scanned: Sequence[KeyBatch] = ()) -> tuple[int, int]:
         """Answer a step.
 
         Args:
             batches: the keys of each layer.
+            scanned: those that bounded attention reads, if layers are bounded.
             limit_s: how long to wait for the queries of a layer.
         Returns:
             How many layers were answered, fewer than all if the queries of one did not come in time; and in how many
@@ -423,7 +440,7 @@ class AttentionScript:
         Cost: lasts as long as the step, the GIL released.
         """
         try:
-            return self._native.run([batch.native for batch in batches], limit_s)
+            return self._native.run([batch.native for batch in batches], limit_s, [batch.native for batch in scanned])
         except (TypeError, ValueError) as error:
             raise ShapeError(f"attention script: {error}") from error
 
