@@ -10,6 +10,7 @@ Random weights, each byte in memory of its own. One engine for each batch, since
 with the weights. Placements, all in this engine:
 
     ours         what the engine does by itself: the rest is divided between CPU and link, by rates measured at start
+    auto         what the solver finds with this machine's profile (run `ambidex calibrate` first)
     layer_split  whole layers on the GPU or on the CPU, one after the other (llama.cpp's -ngl)
     streamed     the rest of the weights travels to the GPU in every step (FlexGen's streaming)
     cpu          all weights that can be divided are multiplied by the CPU
@@ -47,6 +48,7 @@ from ambidex.formats.locate import find_model
 from ambidex.formats.spec import read_spec
 from ambidex.kernels.reference.quantized import RECORD_BYTES
 from ambidex.layers.linear import Linear
+from ambidex.mlp.split_site import Level
 from ambidex.models.divided import measure_weights
 from ambidex.models.registry import build_model
 from ambidex.runner.decode import DecodeForm
@@ -54,7 +56,7 @@ from ambidex.runner.device import choose_device
 from ambidex.solver.placement_file import placement_json
 from harness import REPO, Quantiles, append_record, environment, significant
 
-PLACEMENTS: Final = ("ours", "layer_split", "streamed", "cpu")
+PLACEMENTS: Final = ("ours", "auto", "layer_split", "streamed", "cpu")
 BLOCK_SIZE: Final = 16
 ALLOWANCE_BYTES: Final = 1536 * MIB
 """Of the GPU budget, for workspace and graphs, where the placement is made here."""
@@ -135,7 +137,9 @@ def measure_batch(folder: Path, batch: int, args: argparse.Namespace, rates: Any
     config = make_config(folder, batch, args)
     start = time.perf_counter()
     form = DecodeForm.FIXED if args.device is DeviceKind.CPU else None
-    engine = build_engine(config, decode_form=form, dummy_kind=args.kind)
+    # Others leave to the CPU what is the CPU's, however many tokens a step has; prompts' chunks go over the link here.
+    levels = [Level(most_tokens=max(128, batch), cpu_share=1.0)] if args.placement in ("layer_split", "cpu") else None
+    engine = build_engine(config, decode_form=form, dummy_kind=args.kind, cpu_levels=levels)
     load_s = time.perf_counter() - start
     options = decode_gpu.Options(
         shape=args.shape, points=(decode_gpu.Point(batch=batch, context=args.context),), steps=args.steps,
@@ -159,6 +163,7 @@ def measure_batch(folder: Path, batch: int, args: argparse.Namespace, rates: Any
         "link": lanes["link"] / (rates.link or rates.dram),
     }
     floor_s, took = max(lane_s.values()), Quantiles.of(seconds)
+    compared = engine.compare_decode()
     for request in requests:
         engine.core.scheduler.abort(request.request_id)
     while engine.has_work:  # the executor hears of it
@@ -169,6 +174,7 @@ def measure_batch(folder: Path, batch: int, args: argparse.Namespace, rates: Any
         "step_s": took.record(),
         "tokens_per_s": significant(batch / took.median),
         "floor_s": significant(floor_s),
+        "predicted_s": None if compared is None else significant(compared[0]),
         "times_floor": significant(took.median / floor_s, 3),
         "lane_s": {lane: significant(value) for lane, value in lane_s.items()},
         "lane_bytes": lanes,
@@ -191,12 +197,19 @@ def make_config(folder: Path, batch: int, args: argparse.Namespace) -> EngineCon
     near = tokens * args.kv_gpu_percent // 100
     spec = read_spec(find_model(str(folder)))
     kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * (-(-spec.head_dim // 32) * 32) * number_bytes(args)
+<<<<<<< HEAD
     path = None
     if args.placement != "ours":
         dtype = torch.float32 if args.dtype is DTypeChoice.FP32 else torch.bfloat16
         model = build_model(spec, device=torch.device("meta"), dtype=dtype)
         linears = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)]
         sizes = measure_weights(model, dtype.itemsize, kinds=dict.fromkeys(linears, args.kind) if args.kind else {})
+=======
+    path: Path | str | None = "auto" if args.placement == "auto" else None
+    if args.placement not in ("ours", "auto"):
+        sizes = measure_weights(build_model(spec, device=torch.device("meta"), dtype=torch.bfloat16), 2)
+        scale = number_bytes(args) // 2
+>>>>>>> main
         ring = 4 * chunk_bytes_for(args.gpu_memory)
         left = args.gpu_memory - near * kv_bytes - ALLOWANCE_BYTES - ring - sizes.whole
         placement = make_placement(args.placement, sizes, left)

@@ -52,16 +52,18 @@ def complete(server: LiveServer, prompt: object, **fields: object) -> httpx.Resp
     return server.http.post("/v1/completions", json=body, timeout=START_S)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_kill_9_under_load_keeps_what_has_not_been_sent_and_ends_open_streams_cleanly(
-    folder: Path, offline: LLM
+    folder: Path, device: str
 ) -> None:
     num_tokens = 100
     body = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
     params = SamplingParams(max_output_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     prompts = [f"prompt {idx}" for idx in range(24)]
-    wanted = [output.text for output in offline.generate(prompts, params)]
+    with LLM(str(folder), device=device, dtype="fp32") as offline:
+        wanted = [output.text for output in offline.generate(prompts, params)]
     begun = [Stream() for _ in range(4)]
-    start = in_worker(folder, max_running_requests=8, **SMALL_POOL)
+    start = in_worker(folder, max_running_requests=8, device=device, dtype="fp32", **SMALL_POOL)
     with LiveServer(start) as server, ThreadPoolExecutor(max_workers=32) as pool:
         first = server.worker.pid
         streams = [

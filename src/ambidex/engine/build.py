@@ -23,8 +23,9 @@ from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVOrder, StreamBuffers
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.placement import Placement
-from ambidex.core.policy import PolicyName, resolve_policy
+from ambidex.core.policy import HybridGenFeedback, PolicyName, resolve_policy
 from ambidex.core.regions import Regions
+from ambidex.core.selection import SelectionLimits, SelectionSetting
 from ambidex.core.step import make_buckets
 from ambidex.core.units import format_size
 from ambidex.engine.auto_placement import AUTO, AutoPlacement, Budgets, solve_weights
@@ -101,6 +102,7 @@ from ambidex.runner.sampler import Sampler
 from ambidex.runner.torch_threads import TorchThreads
 from ambidex.runner.tracing import LaneTracing, trace_lanes
 from ambidex.runner.verified import VerifiedExecutor
+from ambidex.sched.feedback import SelectionFeedback
 from ambidex.sched.scheduler import Scheduler
 from ambidex.storage.checksums import BlockChecksums, VerifiedCopy
 from ambidex.storage.copy import CopyBlock, CopyEngine, copy_block
@@ -234,6 +236,7 @@ def build_engine(
         max_running_requests=config.max_running_requests,
         max_context_len=choices.memory.max_context_len,
         seed=config.seed,
+        feedback=_make_feedback(config, choices.memory.max_context_len),
     )
     stream_share, stream_why = _choose_stream_share(config, choices, pools)
     bounded = _make_bounded(config, choices, pools, min_scanned)
@@ -575,6 +578,22 @@ def _make_decode_steps(
         capture=capture() if choices.decode_form is DecodeForm.CAPTURED else None,
         weights=None if divided is None else divided.lanes,
         bounded=bounded,
+    )
+
+
+def _make_feedback(config: EngineConfig, max_context_len: int) -> SelectionFeedback | None:
+    """What steers the policy by measured times; None: nothing does."""
+    settings = resolve_policy(config)
+    feedback = settings.hybridgen_feedback
+    if feedback in (None, HybridGenFeedback.OFF):
+        return None
+    assert settings.min_selected_tokens is not None, "settings of hybridgen"
+    assert settings.hybridgen_mode is not None, "settings of hybridgen"
+    floor = settings.min_selected_tokens
+    given = settings.budget.tokens if settings.budget is not None else None
+    return SelectionFeedback(
+        SelectionSetting(num_selected=max(given or floor, floor), mode=settings.hybridgen_mode),
+        SelectionLimits(floor=floor, ceiling=max_context_len, may_resize=feedback is HybridGenFeedback.FULL),
     )
 
 

@@ -5,9 +5,9 @@ y[t, n] = Σ over blocks b of d[n, b] · Σ over k of x[t, 32 b + k] · q[n, 32 
 
 16 rows are a group, a group is a run of records of 32 numbers: 16 fp16 scales d, 16 fp16 minima m (Q4_1), then lines of
 64 bytes of which row r has the word 4 r … 4 r + 3. A word of Q8_0 holds numbers 4 l + 0, 2, 1, 3 in its bytes; one of
-Q4_0 or Q4_1 the numbers 8 l + 2 p in bits 4 p and 8 l + 2 p + 1 in bits 16 + 4 p, in Q4_0 each more by 8. So integers of
-a record are taken as they come, and the numbers of x in the same order. Integers are exact in every format of x; scales
-are applied to sums.
+Q4_0 or Q4_1 the numbers 8 l + 2 p in bits 4 p and 8 l + 2 p + 1 in bits 16 + 4 p, in Q4_0 each more by 8. So integers
+of a record are taken as they come, and the numbers of x in the same order. Integers are exact in every format of x;
+scales are applied to sums.
 """
 
 from collections.abc import Mapping
