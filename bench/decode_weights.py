@@ -197,19 +197,12 @@ def make_config(folder: Path, batch: int, args: argparse.Namespace) -> EngineCon
     near = tokens * args.kv_gpu_percent // 100
     spec = read_spec(find_model(str(folder)))
     kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * (-(-spec.head_dim // 32) * 32) * number_bytes(args)
-<<<<<<< HEAD
-    path = None
-    if args.placement != "ours":
+    path: Path | str | None = "auto" if args.placement == "auto" else None
+    if args.placement not in ("ours", "auto"):
         dtype = torch.float32 if args.dtype is DTypeChoice.FP32 else torch.bfloat16
         model = build_model(spec, device=torch.device("meta"), dtype=dtype)
         linears = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)]
         sizes = measure_weights(model, dtype.itemsize, kinds=dict.fromkeys(linears, args.kind) if args.kind else {})
-=======
-    path: Path | str | None = "auto" if args.placement == "auto" else None
-    if args.placement not in ("ours", "auto"):
-        sizes = measure_weights(build_model(spec, device=torch.device("meta"), dtype=torch.bfloat16), 2)
-        scale = number_bytes(args) // 2
->>>>>>> main
         ring = 4 * chunk_bytes_for(args.gpu_memory)
         left = args.gpu_memory - near * kv_bytes - ALLOWANCE_BYTES - ring - sizes.whole
         placement = make_placement(args.placement, sizes, left)
