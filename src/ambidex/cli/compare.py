@@ -20,7 +20,7 @@ EXIT_FAILED_CELLS: Final = 3
 OWN_SETTINGS: Final = ("policy", "kv_gpu_tokens", "trace")
 """Those of the engine that cells set."""
 QUICK: Final[Mapping[str, Any]] = {
-    "contexts": (512, 1024), "batch": (1, 2), "budgets": (256,), "steps": 4, "predict": 16, "rounds": 2,
+    "contexts": (256, 512), "batch": (1, 2), "budgets": (128,), "steps": 4, "predict": 32, "rounds": 2,
 }  # fmt: skip
 """What `--quick` stands for, where nothing else is said: 10 minutes on two cores with a model of 135M parameters."""
 _DEFAULTS: Final[Mapping[str, Any]] = {
@@ -55,7 +55,7 @@ class CompareCommand(SettingsCommand):
                 VerbOption(["--predict"], type=count, help="tokens predicted at the end of each context; default: 256"),
                 VerbOption(["--rounds"], type=count, help="secrets asked for at each context; default: 8"),
                 VerbOption(["--text"], type=path, help="text to predict; default: the help topics of Python's library"),
-                VerbOption(["--quick"], is_flag=True, help="small contexts, few steps and tokens, 256 tokens of KV on "
+                VerbOption(["--quick"], is_flag=True, help="small contexts, few steps and tokens, 128 tokens of KV on "
                            "the accelerator: a look in minutes"),
                 VerbOption(["--retry"], is_flag=True, help="measure failed cells of an earlier run again"),
                 VerbOption(["--cell-timeout"], type=click.FloatRange(1), default=1800.0, show_default=True,

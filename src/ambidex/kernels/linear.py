@@ -17,6 +17,7 @@ from ambidex.kernels.cpu.linear import LinearPool, Matrices, format_of
 from ambidex.kernels.cpu.quantized import QuantizedMatrix, Weight
 from ambidex.kernels.dispatch import choose
 from ambidex.kernels.reference import linear as reference_linear
+from ambidex.kernels.reference import quantized as reference_quantized
 from ambidex.kernels.torch_ops import linear as torch_linear
 
 T = TypeVar("T")
@@ -103,6 +104,8 @@ class LinearOp:
         if isinstance(weight, QuantizedMatrix):
             if pool is not None:
                 return pool.multiply(Matrices([weight], [bias]), x)[0]
+            if weight.data.device.type == "cuda":
+                return _multiply_on_gpu(x, weight, bias)
             weight = weight.dense()
         if implementation == "reference":
             return reference_linear.linear(x, weight, bias)
@@ -125,6 +128,19 @@ class LinearOp:
             for place, y in zip(call.places, pool.multiply(call.matrices, x), strict=True)
         }
         return tuple(ys[place] for place in range(len(weights)))
+
+
+def _multiply_on_gpu(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> Tensor:
+    """x [..., K] → [..., N] in the dtype of x, from a packed matrix in GPU memory."""
+    num_rows = weight.shape[0]
+    if choose("quantized_linear", x.device.type).name == "triton":
+        from ambidex.kernels.triton import quantized as triton_quantized
+
+        y = triton_quantized.multiply(x.flatten(0, -2), weight.data, weight.kind, num_rows)
+        y = y.view(*x.shape[:-1], num_rows)
+    else:
+        y = x @ reference_quantized.dense(weight.data, weight.kind, num_rows).to(x.dtype).T
+    return y if bias is None else y + bias
 
 
 def _sort_by_format(weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> Iterable[_Call]:

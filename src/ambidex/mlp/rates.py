@@ -102,7 +102,7 @@ def _link_rate(chunks: Sequence[Tensor], slots: Sequence[Tensor]) -> float:
         start = time.perf_counter()
         num_bytes = 0
         for chunk in chunks:
-            slots[0][: chunk.numel()].copy_(chunk, non_blocking=True)
+            slots[0][: chunk.numel()].view(torch.int64).copy_(chunk.view(torch.int64), non_blocking=True)
             num_bytes += chunk.nbytes
             if num_bytes >= _PROBE_BYTES:
                 break

@@ -39,7 +39,9 @@ def test_rates_of_the_cpu_are_measured_for_every_size() -> None:
     shape = SiteShape(num_in=64, num_rows=512)
     linear = LinearContext(ThreadPool(1))
     rows = range(512)
-    part = Part(Rows(shape, rows, torch.randn(shape.num_numbers).bfloat16()), None, linear)
+    part = Part(
+        Rows(shape, rows, torch.randn(shape.num_numbers).bfloat16().view(torch.uint8), torch.bfloat16), None, linear
+    )
     rates, most_native_tokens = measure_cpu([part], linear)
     assert list(rates) == list(TOKENS)
     assert all(rate > 0 for rate in rates.values())
