@@ -1,4 +1,5 @@
-"""`ScanCopy`: what bounded attention reads beside a pool is true of a block from when it was made until it is written."""
+"""`ScanCopy`: what bounded attention reads beside a pool is true of a block from when it was made until it is written
+(or forgotten)."""
 
 import numpy as np
 import pytest
