@@ -69,17 +69,19 @@ def measure_cpu(parts: Sequence[Part], linear: LinearContext) -> tuple[dict[int,
 
     Args:
         parts: what the CPU multiplies, with weights in DRAM.
-        linear: what their products share; its `most_native_tokens` is set to what is found.
+        linear: what their products share; how it multiplies is set to what is found.
     Cost: about half a second for weights that do not fit the caches.
     """
     some = _take(parts, _PROBE_BYTES)
-    native: dict[int, float] = {}
-    plain: dict[int, float] = {}
-    for num_tokens in TOKENS:
-        x = torch.randn(num_tokens, some[0].num_in)
-        for rates, most in ((native, num_tokens), (plain, 0)):
-            linear.most_native_tokens = most
-            rates[num_tokens] = _cpu_rate(some, x)
+    rates: dict[
+        tuple[int, bool], dict[int, float]
+    ] = {}  # by native tokens (all or none), and whether weights are first
+    for most, weight_first in ((TOKENS[-1], False), (0, False), (0, True)):
+        linear.most_native_tokens, linear.weight_first = most, weight_first
+        rates[most, weight_first] = {num: _cpu_rate(some, torch.randn(num, some[0].num_in)) for num in TOKENS}
+    native = rates[TOKENS[-1], False]
+    linear.weight_first = sum(rates[0, True].values()) > sum(rates[0, False].values())
+    plain = rates[0, linear.weight_first]
     linear.most_native_tokens = max((num for num in TOKENS if native[num] >= plain[num]), default=0)
     cpu = {num: native[num] if num <= linear.most_native_tokens else plain[num] for num in TOKENS}
     return cpu, linear.most_native_tokens
