@@ -2,6 +2,7 @@
 
     .venv/bin/python bench/decode_weights.py --placement ours                # OPT-30B's shape, 24 GiB of GPU memory
     .venv/bin/python bench/decode_weights.py --placement layer_split --batches 1
+    .venv/bin/python bench/decode_weights.py --shape llama-2-70b --kind Q4_0 --gpu-memory 16GiB --batches 1,8,16
     .venv/bin/python bench/decode_weights.py --shape llama-2-70b --layers 40 # bf16, as many layers as DRAM holds
     .venv/bin/python bench/decode_weights.py --shape tiny --device cpu --dtype fp32 --gpu-memory 20MiB --steps 4
 
@@ -45,6 +46,9 @@ from ambidex.engine.engine import Engine
 from ambidex.engine.weights_plan import chunk_bytes_for, fill_placement
 from ambidex.formats.locate import find_model
 from ambidex.formats.spec import read_spec
+from ambidex.kernels.reference.quantized import RECORD_BYTES
+from ambidex.layers.linear import Linear
+from ambidex.mlp.split_site import Level
 from ambidex.models.divided import measure_weights
 from ambidex.models.registry import build_model
 from ambidex.runner.decode import DecodeForm
@@ -80,7 +84,8 @@ def main() -> int:
         return 2
     record = {
         "bench": "decode_weights", **opening,
-        "settings": {"shape": args.shape, "layers": args.layers, "dtype": args.dtype.value, "context": args.context,
+        "settings": {"shape": args.shape, "layers": args.layers, "dtype": args.dtype.value, "kind": args.kind,
+                     "context": args.context,
                      "placement": args.placement, "gpu_memory": args.gpu_memory, "steps": args.steps,
                      "block_size": BLOCK_SIZE, "chunk": args.chunk, "kv_gpu_percent": args.kv_gpu_percent,
                      "threads": num_threads, "warmup": f"{decode_gpu.NUM_WARMUP_STEPS} steps of each batch"},
@@ -107,6 +112,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", type=DeviceKind, choices=list(DeviceKind), default=DeviceKind.CUDA, help="where")
     parser.add_argument("--dtype", type=DTypeChoice, choices=[c for c in DTypeChoice if c is not DTypeChoice.AUTO],
                         default=DTypeChoice.BF16, help="number format")  # fmt: skip
+    parser.add_argument("--kind", choices=RECORD_BYTES, help="GGUF type of the matrices; default: numbers of --dtype")
     parser.add_argument("--output", type=Path, default=REPO / "bench/results/decode_weights.jsonl", help="gets a line")
     args = parser.parse_args()
     try:
@@ -131,7 +137,9 @@ def measure_batch(folder: Path, batch: int, args: argparse.Namespace, rates: Any
     config = make_config(folder, batch, args)
     start = time.perf_counter()
     form = DecodeForm.FIXED if args.device is DeviceKind.CPU else None
-    engine = build_engine(config, decode_form=form)
+    # Others leave to the CPU what is the CPU's, however many tokens a step has; prompts' chunks go over the link here.
+    levels = [Level(most_tokens=max(128, batch), cpu_share=1.0)] if args.placement in ("layer_split", "cpu") else None
+    engine = build_engine(config, decode_form=form, dummy_kind=args.kind, cpu_levels=levels)
     load_s = time.perf_counter() - start
     options = decode_gpu.Options(
         shape=args.shape, points=(decode_gpu.Point(batch=batch, context=args.context),), steps=args.steps,
@@ -191,11 +199,13 @@ def make_config(folder: Path, batch: int, args: argparse.Namespace) -> EngineCon
     kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * (-(-spec.head_dim // 32) * 32) * number_bytes(args)
     path: Path | str | None = "auto" if args.placement == "auto" else None
     if args.placement not in ("ours", "auto"):
-        sizes = measure_weights(build_model(spec, device=torch.device("meta"), dtype=torch.bfloat16), 2)
-        scale = number_bytes(args) // 2
+        dtype = torch.float32 if args.dtype is DTypeChoice.FP32 else torch.bfloat16
+        model = build_model(spec, device=torch.device("meta"), dtype=dtype)
+        linears = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)]
+        sizes = measure_weights(model, dtype.itemsize, kinds=dict.fromkeys(linears, args.kind) if args.kind else {})
         ring = 4 * chunk_bytes_for(args.gpu_memory)
-        left = args.gpu_memory - near * kv_bytes - ALLOWANCE_BYTES - ring - sizes.whole * scale
-        placement = make_placement(args.placement, sizes, left // scale)
+        left = args.gpu_memory - near * kv_bytes - ALLOWANCE_BYTES - ring - sizes.whole
+        placement = make_placement(args.placement, sizes, left)
         path = folder / "placement.json"
         content = placement_json(placement, KVShares())
         del content["kv"]  # settings say where keys and values lie

@@ -1,9 +1,11 @@
 #include "ops/bounded.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <limits>
 #include <mutex>
+#include <thread>
 
 #include "core/pause.h"
 #include "simd/call.h"
@@ -32,6 +34,10 @@ constexpr float kSampledShare = 0.92f;  // of what may be dropped, where only so
 // parts: 2^-16 of the larger one holds what they round by.
 constexpr float kSumRounding = 0x1p-16f;
 constexpr float kMostExponent = 100.0f;
+// What is left out must not depend on who is faster, so whoever attends elsewhere is waited for. That is an accelerator's
+// own part of a layer, some tens of microseconds; one that takes this long is lost.
+constexpr std::chrono::milliseconds kWaitOther{500};
+constexpr int kPausesPerReading = 64;
 
 std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 
@@ -249,15 +255,24 @@ std::size_t BoundedPool::place_of(const Group& group, std::size_t row) const {
   return (token * call_->scan.num_kv_heads + group.kv_head) * group_size + row % group_size;
 }
 
-// log2 of the softmax's sum over keys that are not joined, as far as it is known.
-float BoundedPool::other_sum(const Group& group, std::size_t row) const {
-  if (call_->other_lse == nullptr || __atomic_load_n(call_->other_word, __ATOMIC_ACQUIRE) == 0) return kNothing;
-  return call_->other_lse[place_of(group, row)] * kLog2OfE;
+// Waits for whoever attends elsewhere; false: nobody does, or it took too long and does not count.
+bool BoundedPool::wait_other() const {
+  if (call_->other_lse == nullptr) return false;
+  const auto end = std::chrono::steady_clock::now() + kWaitOther;
+  do {
+    for (int i = 0; i < kPausesPerReading; ++i) {
+      if (__atomic_load_n(call_->other_word, __ATOMIC_ACQUIRE) != 0) return true;
+      pause();
+    }
+    std::this_thread::yield();
+  } while (std::chrono::steady_clock::now() < end);
+  return false;
 }
 
 void BoundedPool::choose(const Group& group) {
   const Places at = places(group, floats_.data() + group.first_float);
   const std::size_t stride = std::max<std::size_t>(1, group.stride / kSampledKeys);
+  const bool has_other = wait_other();
   for (std::size_t row = 0; row < group.rows; ++row) {
     float anchor = kNothing;
     for (std::size_t part = 0; part < group.num_tasks; ++part) anchor = std::max(anchor, at.tops[part * group.rows + row]);
@@ -268,7 +283,7 @@ void BoundedPool::choose(const Group& group) {
       lower += at.lowers[i] * std::exp2(at.tops[i] - anchor);
     }
     at.anchors[row] = anchor;
-    at.others[row] = other_sum(group, row);
+    at.others[row] = has_other ? call_->other_lse[place_of(group, row)] * kLog2OfE : kNothing;
     at.uppers[row] = upper;  // of part 0, and from here on of all
     // What may be dropped, in units of 2^anchor: 0 unless it is more than sums can be off by. NaN fails the comparison.
     float whole = add_in_log2(anchor + std::log2(lower), at.others[row]);

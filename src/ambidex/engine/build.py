@@ -75,6 +75,7 @@ from ambidex.kernels.linear import LinearContext
 from ambidex.kernels.reference.quantized import RECORD_BYTES as GPU_KINDS
 from ambidex.kv.manager import KVManager
 from ambidex.kv.prefix_cache import PrefixCacheLimits
+from ambidex.layers.linear import Linear
 from ambidex.mlp.host_lane import HostLane
 from ambidex.mlp.rates import LaneRates, keep_whole, measure_rates
 from ambidex.mlp.split_site import Level, WeightLanes
@@ -185,6 +186,7 @@ def build_engine(
     min_scanned: int = MIN_SCANNED_BLOCKS,
     host_memory: HostMemory = HOST_MEMORY,
     profile: HardwareProfile | None = None,
+    dummy_kind: str | None = None,
 ) -> Engine:
     """Load a model and make it ready to answer.
 
@@ -200,6 +202,7 @@ def build_engine(
             measured, on a CPU all of it.
         min_scanned: whole blocks of a request from which the bounded policy scans its keys.
         host_memory: who is asked for pinned memory and huge pages; a test hands in one that refuses.
+        dummy_kind: GGUF type, one that a GPU multiplies, of the divided matrices of dummy weights; None: plain numbers.
         profile: of the machine, for `placement` auto; None: the one that `ambidex calibrate` wrote.
     Raises:
         ConfigError, ModelError: the settings or the model cannot be used.
@@ -207,7 +210,12 @@ def build_engine(
     """
     tracer = open_tracer(config.trace)
     choices = _choose(
-        config, decode_form, streams_chunks=min_streamed is not None, weight_ring=weight_ring, profile=profile
+        config,
+        decode_form,
+        streams_chunks=min_streamed is not None,
+        weight_ring=weight_ring,
+        profile=profile,
+        dummy_kind=dummy_kind,
     )
     tokenizer = load_tokenizer(choices.source)
     eos_ids = _eos_ids(choices.spec, tokenizer)
@@ -324,6 +332,7 @@ def _choose(
     streams_chunks: bool,
     weight_ring: RingSizes | None,
     profile: HardwareProfile | None,
+    dummy_kind: str | None,
 ) -> _Choices:
     source = find_model(config.model)
     spec = read_spec(source)
@@ -370,6 +379,7 @@ def _choose(
     weights = _choose_weights(
         config, spec, dtype, device, kv, keeps_quantized=keeps, free=free, fixed=fixed, ring=weight_ring,
         profile=profile,
+        dummy_kind=dummy_kind,
     )  # fmt: skip
     if weights.placement is not None:
         check_placement(config, looks_ahead=Need.LOOK_AHEAD in policy.needs, placement=weights.placement)
@@ -412,6 +422,7 @@ def _choose_weights(
     fixed: FixedBytes,
     ring: RingSizes | None,
     profile: HardwareProfile | None,
+    dummy_kind: str | None,
 ) -> _Weights:
     """Where weights lie: as a file or the solver says, or what fits on the accelerator there and the rest in DRAM.
 
@@ -426,6 +437,9 @@ def _choose_weights(
     )
     as_stored = find_kept(spec) if keeps_quantized else {}
     kinds = as_stored if device.type == "cpu" else _find_kinds_for_gpu(config, spec)
+    if dummy_kind is not None:
+        linears = [f"{name}.weight" for name, module in skeleton.named_modules() if isinstance(module, Linear)]
+        kinds = dict.fromkeys(linears, dummy_kind)
     total = sum(count_weights_bytes(skeleton, as_stored).values())
     budget = find_gpu_budget(config, free)
     ring = ring or RingSizes(chunk_bytes=chunk_bytes_for(budget), num_slots=NUM_SLOTS)
