@@ -114,7 +114,7 @@ class BoundedPool {
   };
   // Places of a group's numbers, each [rows] or [parts, rows].
   struct Places {
-    float *tops, *uppers, *lowers, *shifts, *value_norms;             // by scanned part
+    float *tops, *uppers, *lowers, *shifts, *value_norms, *counts;    // by scanned part; counts by bin, too
     float *anchors, *others, *limits, *thresholds, *before;             // by row
     float *outs, *keep_tops, *sums, *kept, *num_kept;                 // by kept part
     std::size_t num_floats;
@@ -131,7 +131,7 @@ class BoundedPool {
   Places places(const Group& group, float* base) const;
   AttendRange range_of(const Group& group) const;
   KeepRange keep_range(const Group& group, const Places& at, std::size_t part) const;
-  float find_threshold(const Group& group, const Places& at, std::size_t row, std::size_t stride, float share) const;
+  float find_threshold(const Group& group, const Places& at, std::size_t row) const;
   bool wait_other() const;
   std::size_t place_of(const Group& group, std::size_t row) const;
   void answer_empty(const BoundedCall& call, const KeyBatch::Request& request) const;

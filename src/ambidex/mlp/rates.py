@@ -51,6 +51,12 @@ class LaneRates:
         return made
 
 
+def keep_whole(levels: Sequence[Level], most_tokens: int) -> list[Level]:
+    """The same levels, but in steps of up to `most_tokens` the CPU multiplies all of its part: a solver has divided
+    what lies in DRAM for such steps, and has counted that both lanes read it."""
+    return [Level(most_tokens=most_tokens, cpu_share=1.0), *(lv for lv in levels if lv.most_tokens > most_tokens)]
+
+
 def measure_rates(
     parts: Sequence[Part], linear: LinearContext, chunks: Sequence[Tensor], slots: Sequence[Tensor]
 ) -> LaneRates:
