@@ -79,14 +79,13 @@ def measure_cpu(parts: Sequence[Part], linear: LinearContext) -> tuple[dict[int,
     Cost: about half a second for weights that do not fit the caches.
     """
     some = _take(parts, _PROBE_BYTES)
-    rates: dict[
-        tuple[int, bool], dict[int, float]
-    ] = {}  # by native tokens (all or none), and whether weights are first
+    # By native tokens (all or none), and whether torch's products have the weights first.
+    rates: dict[tuple[int, bool], dict[int, float]] = {}
     for most, weight_first in ((TOKENS[-1], False), (0, False), (0, True)):
         linear.most_native_tokens, linear.weight_first = most, weight_first
         rates[most, weight_first] = {num: _cpu_rate(some, torch.randn(num, some[0].num_in)) for num in TOKENS}
     native = rates[TOKENS[-1], False]
-    linear.weight_first = sum(rates[0, True].values()) > sum(rates[0, False].values())
+    linear.weight_first = sum(list(rates[0, True].values())[-3:]) > sum(list(rates[0, False].values())[-3:])
     plain = rates[0, linear.weight_first]
     linear.most_native_tokens = max((num for num in TOKENS if native[num] >= plain[num]), default=0)
     cpu = {num: native[num] if num <= linear.most_native_tokens else plain[num] for num in TOKENS}
