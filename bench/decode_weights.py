@@ -7,7 +7,7 @@
     .venv/bin/python bench/decode_weights.py --shape tiny --device cpu --dtype fp32 --gpu-memory 20MiB --steps 4
 
 Random weights, each byte in memory of its own. One engine for each batch, since keys and values share the GPU budget
-with the weights. Placements, all in this engine:
+with the weights; older ones lie in DRAM where they would take more than 35 % of it. Placements, all in this engine:
 
     ours         what the engine does by itself: the rest is divided between CPU and link, by rates measured at start
     auto         what the solver finds with this machine's profile (run `ambidex calibrate` first)
@@ -58,6 +58,8 @@ from harness import REPO, Quantiles, append_record, environment, significant
 
 PLACEMENTS: Final = ("ours", "auto", "layer_split", "streamed", "cpu")
 BLOCK_SIZE: Final = 16
+MOST_KV_SHARE: Final = 0.35
+"""Of the GPU budget, for keys and values: where all of them would leave nothing for weights, older ones lie in DRAM."""
 ALLOWANCE_BYTES: Final = 1536 * MIB
 """Of the GPU budget, for workspace and graphs, where the placement is made here."""
 
@@ -74,8 +76,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             make_model(Path(folder), args)
             for batch in args.batches:
-                points.append(measure_batch(Path(folder), batch, args, rates))
-                print_point(points[-1])
+                points.append(try_batch(Path(folder), batch, args, rates))
                 gc.collect()  # the next engine needs the memory
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
@@ -94,6 +95,17 @@ def main() -> int:
     }  # fmt: skip
     print(append_record(args.output, record))
     return 0
+
+
+def try_batch(folder: Path, batch: int, args: argparse.Namespace, rates: Any) -> dict[str, Any]:
+    """Figures of a batch, or why there are none: the others are recorded all the same."""
+    try:
+        point = measure_batch(folder, batch, args, rates)
+    except AmbidexError as error:
+        print(f"batch {batch:3}: {error}", file=sys.stderr, flush=True)
+        return {"batch": batch, "error": str(error)}
+    print_point(point)
+    return point
 
 
 def parse_args() -> argparse.Namespace:
@@ -194,9 +206,9 @@ def make_config(folder: Path, batch: int, args: argparse.Namespace) -> EngineCon
     num_chunks = -(-batch * args.context // args.chunk) + batch
     longest = args.context + 2 * num_chunks + decode_gpu.NUM_WARMUP_STEPS + args.steps + 16
     tokens = batch * (-(-longest // BLOCK_SIZE) + 1) * BLOCK_SIZE
-    near = tokens * args.kv_gpu_percent // 100
     spec = read_spec(find_model(str(folder)))
     kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * (-(-spec.head_dim // 32) * 32) * number_bytes(args)
+    near = min(tokens * args.kv_gpu_percent // 100, int(MOST_KV_SHARE * args.gpu_memory) // kv_bytes)
     path: Path | str | None = "auto" if args.placement == "auto" else None
     if args.placement not in ("ours", "auto"):
         dtype = torch.float32 if args.dtype is DTypeChoice.FP32 else torch.bfloat16
@@ -211,8 +223,8 @@ def make_config(folder: Path, batch: int, args: argparse.Namespace) -> EngineCon
         del content["kv"]  # settings say where keys and values lie
         path.write_text(json.dumps(content))
     settings: dict[str, int] = {}
-    if args.kv_gpu_percent < 100:
-        window = max(BLOCK_SIZE, longest * args.kv_gpu_percent // 100 - 64)
+    if near < tokens:
+        window = max(BLOCK_SIZE, longest * near // tokens - 4 * BLOCK_SIZE)
         settings = {"num_sink_tokens": BLOCK_SIZE, "recent_window": window}
     return EngineConfig(
         model=str(folder),

@@ -77,7 +77,7 @@ from ambidex.kv.manager import KVManager
 from ambidex.kv.prefix_cache import PrefixCacheLimits
 from ambidex.layers.linear import Linear
 from ambidex.mlp.host_lane import HostLane
-from ambidex.mlp.rates import LaneRates, measure_rates
+from ambidex.mlp.rates import LaneRates, keep_whole, measure_rates
 from ambidex.mlp.split_site import Level, WeightLanes
 from ambidex.models.base import CausalLM
 from ambidex.models.divided import (
@@ -761,6 +761,8 @@ def _load_model(
         sizes_in_dram = choices.weights.parts
         assert sizes_in_dram is not None, "divided weights were counted"
         levels = rates.levels(on_cpu=sizes_in_dram.on_cpu, streamed=sizes_in_dram.streamed)
+        if choices.weights.auto is not None:
+            levels = keep_whole(levels, choices.weights.auto.workload.batch)
     lanes = WeightLanes(
         divided.ring,
         dtype=TORCH_DTYPES[activation_dtype(choices.dtype, device)],

@@ -47,6 +47,8 @@ class LinearContext:
         self, threads: native.ThreadPool | None = None, *, most_native_tokens: int = MOST_NATIVE_TOKENS
     ) -> None:
         self.most_native_tokens = most_native_tokens
+        self.weight_first = False
+        """Which form torch's products of bf16 have; see `torch_ops.linear`."""
         self.pool = None if threads is None else LinearPool(threads)
         self.scratch = torch_linear.Scratch()
         self.multiplies_bf16 = threads is not None and native.isa() in ("avx512bf16", "amx")
@@ -110,7 +112,12 @@ class LinearOp:
         if implementation == "reference":
             return reference_linear.linear(x, weight, bias)
         return torch_linear.linear(
-            x, weight, bias, scratch=self._context.scratch, multiplies_bf16=self._context.multiplies_bf16
+            x,
+            weight,
+            bias,
+            scratch=self._context.scratch,
+            multiplies_bf16=self._context.multiplies_bf16,
+            weight_first=self._context.weight_first,
         )
 
     def _multiply_natively(
