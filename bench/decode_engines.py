@@ -6,24 +6,25 @@ them runs in, so that no two share cores, threads or a heap.
 One request at a time, greedy, prompts in chunks of 512 tokens, nothing kept from one prompt to the next.
 """
 
-import importlib
 import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from enum import StrEnum
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Protocol, assert_never
+from typing import Any, Final, assert_never
 
 import ambidex  # loads torch when LLM is asked for, not before
+from ambidex.bench.memory_use import resident_bytes
 from ambidex.core.config import DeviceKind, DTypeChoice, KVDTypeChoice
 from ambidex.core.dtypes import DType
+from ambidex.core.policy import PolicyName
 from harness import wait_until_quiet, watch_others
+from peers.engine import CHUNK_LEN, CacheKind, DecodeEngine, Generation
+from peers.hugging_face import Transformers
+from peers.llama import LlamaCpp
 
-CHUNK_LEN: Final = 512
-"""Tokens of a prompt computed at once: llama.cpp's default and ours."""
 NUM_SINK_TOKENS: Final = 64
 RECENT_WINDOW: Final = 256
 BLOCK_SIZE: Final = 64
@@ -44,7 +45,8 @@ class Variant:
     """An engine with its settings.
 
     `dtype` is the weights' format in memory, None for as stored in the file. `is_split`: KV lies in DRAM but for sink
-    and recent window, instead of all on the accelerator tier.
+    and recent window, instead of all on the accelerator tier. `policy` is ours, `cache` transformers'. On a GPU
+    `recent_window` is larger; `is_kv_on_gpu` is llama.cpp's.
     """
 
     kind: Kind
@@ -52,6 +54,12 @@ class Variant:
     kv_dtype: DType
     is_split: bool = False
     flash_attention: bool = False
+    device: str = "cpu"
+    recent_window: int = RECENT_WINDOW
+    policy: str = "exact"
+    cache: CacheKind = CacheKind.DYNAMIC
+    weights_on_gpu_bytes: int | None = None
+    is_kv_on_gpu: bool = True
 
 
 VARIANTS: Final[Mapping[str, Variant]] = {
@@ -68,6 +76,35 @@ VARIANTS: Final[Mapping[str, Variant]] = {
     "transformers-fp32": Variant(kind=Kind.TRANSFORMERS, dtype=DType.FP32, kv_dtype=DType.FP32),
     "transformers-bf16": Variant(kind=Kind.TRANSFORMERS, dtype=DType.BF16, kv_dtype=DType.BF16),
 }
+"""What `decode_cpu.py` runs."""
+GPU_WINDOW: Final = 1024
+SHARED_OUT_BYTES: Final = 8 * 2**30
+"""Of weights that accelerate leaves on the GPU: half of an 8B model's in 16 bits."""
+
+
+def _on_gpu(kind: Kind, **settings: Any) -> Variant:
+    return Variant(kind=kind, dtype=DType.BF16, kv_dtype=DType.BF16, device="cuda", **settings)
+
+
+ALL_VARIANTS: Final[Mapping[str, Variant]] = {
+    **VARIANTS,
+    **{f"ambidex-{policy}": Variant(kind=Kind.AMBIDEX, dtype=DType.FP32, kv_dtype=DType.FP32, is_split=True,
+                                    policy=policy) for policy in PolicyName},
+    "transformers-quantized": Variant(
+        kind=Kind.TRANSFORMERS, dtype=DType.FP32, kv_dtype=DType.FP32, cache=CacheKind.QUANTIZED
+    ),
+    **{f"gpu-ambidex-{policy}": _on_gpu(Kind.AMBIDEX, is_split=True, recent_window=GPU_WINDOW, policy=policy)
+       for policy in PolicyName},
+    "gpu-ambidex-all": _on_gpu(Kind.AMBIDEX),
+    **{f"gpu-transformers-{cache}": _on_gpu(Kind.TRANSFORMERS, cache=cache) for cache in CacheKind},
+    "gpu-accelerate": _on_gpu(
+        Kind.TRANSFORMERS, cache=CacheKind.OFFLOADED, weights_on_gpu_bytes=SHARED_OUT_BYTES
+    ),
+    "gpu-llama.cpp": _on_gpu(Kind.LLAMA_CPP, flash_attention=True),
+    "gpu-llama.cpp-kv-in-dram": _on_gpu(Kind.LLAMA_CPP, is_kv_on_gpu=False),
+}  # fmt: skip
+"""Besides, what `peers/compare.py` may run: each policy of ours with sink and recent window on the accelerator and the
+rest in DRAM, and the peers' own ways to keep a cache; `gpu-…` on a GPU in bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,62 +117,29 @@ class Job:
     num_steps: int
     num_threads: int
     longest_wait_s: float
-
-
-@dataclass(slots=True)
-class Generation:
-    """One answer: when it began, and each of its tokens with the moment at which the caller had it (seconds).
-
-    `lane_bytes` are bytes of K and V that each attention lane read in the decode steps, where the engine counts them.
-    """
-
-    start: float
-    token_ids: list[int] = field(default_factory=list)
-    moments: list[float] = field(default_factory=list)
-    lane_bytes: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def prefill_s(self) -> float:
-        """Seconds to the first token."""
-        return self.moments[0] - self.start
-
-    @property
-    def step_s(self) -> list[float]:
-        """Seconds between tokens: one decode step each."""
-        return [later - sooner for sooner, later in pairwise(self.moments)]
-
-
-class DecodeEngine(Protocol):
-    """A loaded model."""
-
-    def about(self) -> dict[str, object]:
-        """What a reader of the record should know of this build."""
-        ...
-
-    def generate(self, token_ids: Sequence[int], num_tokens: int) -> Generation:
-        """Answer a prompt with exactly `num_tokens` greedy tokens."""
-        ...
+    chunk_len: int = CHUNK_LEN
 
 
 class Ambidex:
     """This engine through its public API; a moment includes detokenisation, which the peers are spared."""
 
     def __init__(self, variant: Variant, job: Job) -> None:
-        longest = max(len(prompt) for prompt in job.prompts) + job.num_steps + 1
-        resident = NUM_SINK_TOKENS + RECENT_WINDOW + BLOCK_SIZE  # the window need not begin at a block's edge
+        longest = longest_len(job)
+        resident = NUM_SINK_TOKENS + variant.recent_window + BLOCK_SIZE  # the window need not begin at a block's edge
         self._llm = ambidex.LLM(
             job.model_file,
-            device=DeviceKind.CPU,
+            device=DeviceKind(variant.device),
+            policy=PolicyName(variant.policy),
             dtype=DTypeChoice.AUTO if variant.dtype is None else DTypeChoice(variant.dtype.value),
             kv_dtype=KVDTypeChoice(variant.kv_dtype.value),
             block_size=BLOCK_SIZE,
             max_context_len=longest,
-            max_tokens_per_step=CHUNK_LEN,
+            max_tokens_per_step=job.chunk_len,
             max_running_requests=1,
             num_threads=job.num_threads,
             num_sink_tokens=NUM_SINK_TOKENS,
             kv_gpu_tokens=resident if variant.is_split else longest,
-            recent_window=RECENT_WINDOW if variant.is_split else None,
+            recent_window=variant.recent_window if variant.is_split else None,
         )
 
     def about(self) -> dict[str, object]:
@@ -164,90 +168,9 @@ class Ambidex:
         return {str(lane): size for lane, size in self._llm.stats().lane_bytes.items()}
 
 
-class LlamaCpp:
-    """llama.cpp through llama-cpp-python's C calls: no Python sampler between the steps."""
-
-    def __init__(self, variant: Variant, job: Job) -> None:
-        package = importlib.import_module("llama_cpp")
-        self._numpy = importlib.import_module("numpy")
-        self._c = package.llama_cpp
-        self._folder = Path(str(package.__file__)).parent
-        longest = max(len(prompt) for prompt in job.prompts) + job.num_steps + 1
-        self._llama = package.Llama(
-            job.model_file,
-            n_ctx=longest,
-            n_batch=CHUNK_LEN,
-            n_ubatch=CHUNK_LEN,
-            n_threads=job.num_threads,
-            n_threads_batch=job.num_threads,
-            flash_attn=variant.flash_attention,
-            verbose=False,
-        )
-        self._context = self._llama.ctx
-        self._vocab_size: int = self._llama.n_vocab()
-
-    def about(self) -> dict[str, object]:
-        # GCC links libgomp, clang libomp; the wheel keeps no other trace of its compiler.
-        library = (self._folder / "lib" / "libggml-cpu.so").read_bytes()
-        openmp = [name for name in ("libomp", "libgomp") if f"{name}.so".encode() in library]
-        return {"system_info": self._c.llama_print_system_info().decode(), "openmp": openmp}
-
-    def generate(self, token_ids: Sequence[int], num_tokens: int) -> Generation:
-        self._c.llama_memory_clear(self._c.llama_get_memory(self._context), True)
-        answer = Generation(time.perf_counter())
-        for begin in range(0, len(token_ids), CHUNK_LEN):
-            self._decode(token_ids[begin : begin + CHUNK_LEN])
-        while True:
-            answer.token_ids.append(self._best_token())
-            answer.moments.append(time.perf_counter())
-            if len(answer.token_ids) == num_tokens:
-                return answer
-            self._decode(answer.token_ids[-1:])
-
-    def _decode(self, token_ids: Sequence[int]) -> None:
-        tokens = (self._c.llama_token * len(token_ids))(*token_ids)
-        code = self._c.llama_decode(self._context, self._c.llama_batch_get_one(tokens, len(token_ids)))
-        if code != 0:
-            raise RuntimeError(f"llama_decode returned {code} for {len(token_ids)} tokens")
-
-    def _best_token(self) -> int:
-        logits = self._c.llama_get_logits_ith(self._context, -1)
-        return int(self._numpy.ctypeslib.as_array(logits, shape=(self._vocab_size,)).argmax())
-
-
-class Transformers:
-    """Hugging Face transformers with torch's fused attention and its own growing cache, as its `generate` uses it."""
-
-    def __init__(self, variant: Variant, job: Job) -> None:
-        self._torch = importlib.import_module("torch")
-        transformers = importlib.import_module("transformers")
-        self._torch.set_num_threads(job.num_threads)
-        file = Path(job.model_file)
-        dtype = self._torch.float32 if variant.dtype is DType.FP32 else self._torch.bfloat16
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(
-            str(file.parent), gguf_file=file.name, dtype=dtype, attn_implementation="sdpa"
-        ).eval()
-
-    def about(self) -> dict[str, object]:
-        return {"attention": self._model.config._attn_implementation, "threads": self._torch.get_num_threads()}
-
-    def generate(self, token_ids: Sequence[int], num_tokens: int) -> Generation:
-        answer = Generation(time.perf_counter())
-        cache = None
-        with self._torch.inference_mode():
-            for begin in range(0, len(token_ids), CHUNK_LEN):
-                out = self._forward(self._torch.tensor([token_ids[begin : begin + CHUNK_LEN]]), cache)
-                cache = out.past_key_values
-            while True:
-                best = out.logits[:, -1:].argmax(-1)  # [1, 1]
-                answer.token_ids.append(int(best))
-                answer.moments.append(time.perf_counter())
-                if len(answer.token_ids) == num_tokens:
-                    return answer
-                out = self._forward(best, out.past_key_values)
-
-    def _forward(self, token_ids: Any, cache: Any) -> Any:
-        return self._model(token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+def longest_len(job: Job) -> int:
+    """Tokens of the longest prompt with its answer."""
+    return max(len(prompt) for prompt in job.prompts) + job.num_steps + 1
 
 
 def load_engine(variant: Variant, job: Job) -> DecodeEngine:
@@ -256,9 +179,25 @@ def load_engine(variant: Variant, job: Job) -> DecodeEngine:
         case Kind.AMBIDEX:
             return Ambidex(variant, job)
         case Kind.LLAMA_CPP:
-            return LlamaCpp(variant, job)
+            return LlamaCpp(
+                job.model_file,
+                max_len=longest_len(job),
+                chunk_len=job.chunk_len,
+                num_threads=job.num_threads,
+                flash_attention=variant.flash_attention,
+                on_gpu=variant.device != "cpu",
+                is_kv_on_gpu=variant.is_kv_on_gpu,
+            )
         case Kind.TRANSFORMERS:
-            return Transformers(variant, job)
+            return Transformers(
+                job.model_file,
+                dtype="float32" if variant.dtype is DType.FP32 else "bfloat16",
+                device=variant.device,
+                cache=variant.cache,
+                chunk_len=job.chunk_len,
+                num_threads=job.num_threads,
+                weights_on_gpu_bytes=variant.weights_on_gpu_bytes,
+            )
         case _:
             assert_never(variant.kind)
 
@@ -266,11 +205,21 @@ def load_engine(variant: Variant, job: Job) -> DecodeEngine:
 def run_job(job: Job) -> dict[str, object]:
     """Load, warm up (one short answer, not counted), then answer each prompt once."""
     start = time.perf_counter()
-    engine = load_engine(VARIANTS[job.variant], job)
+    engine = load_engine(ALL_VARIANTS[job.variant], job)
     load_s = time.perf_counter() - start
     engine.generate(job.prompts[0][:WARMUP_PROMPT_LEN], WARMUP_TOKENS)
     answers = [_run_prompt(engine, prompt, job) for prompt in job.prompts]
-    return {"load_s": load_s, "about": engine.about(), "answers": answers}
+    memory = peak_memory(ALL_VARIANTS[job.variant].device)
+    return {"load_s": load_s, "about": engine.about(), "answers": answers, "memory": memory}
+
+
+def peak_memory(device: str) -> dict[str, int | None]:
+    """Bytes that this process had at most: resident on the host since it began (weights while they were read, too), and
+    reserved by torch on the GPU, which does not see what llama.cpp takes there."""
+    gpu = None
+    if device != "cpu" and "torch" in sys.modules:
+        gpu = int(sys.modules["torch"].cuda.max_memory_reserved())
+    return {"host_peak_bytes": resident_bytes("VmHWM"), "gpu_peak_bytes": gpu or None}
 
 
 def _run_prompt(engine: DecodeEngine, prompt: Sequence[int], job: Job) -> dict[str, object]:

@@ -62,6 +62,16 @@ SHAPES: Final[Mapping[str, Mapping[str, object]]] = {
         "word_embed_proj_dim": 4096, "do_layer_norm_before": True, "activation_function": "relu",
         "tie_word_embeddings": True,
     },
+    "opt-30b": {
+        "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 7168, "ffn_dim": 28672,
+        "num_hidden_layers": 48, "num_attention_heads": 56, "vocab_size": 50272, "max_position_embeddings": 2048,
+        "word_embed_proj_dim": 7168, "do_layer_norm_before": True, "activation_function": "relu",
+        "tie_word_embeddings": True,
+    },
+    "llama-2-70b": {
+        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 4096, "rope_theta": 10000.0,
+    },
     "tiny": {  # to try the script
         "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8,
         "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096, "rope_theta": 10000.0,

@@ -18,6 +18,7 @@ import torch
 
 from ambidex.storage.tile_ring import TileRing
 from ambidex.storage.tiled_pool import TiledKVPool
+from ambidex.storage.weight_ring import WeightRing
 
 WAIT_S: Final = 60.0
 DELAYS_S: Final = (0.0, 0.0, 0.0002, 0.002)
@@ -109,9 +110,11 @@ def late_streams(seed: int, *, is_ordered: bool = True) -> Iterator[None]:
     """
     LateStream.rng, LateStream.is_ordered = random.Random(seed), is_ordered
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("tile_ring", "tile_writer"):
+        for module in ("tile_ring", "tile_writer", "weight_ring"):
             patch.setattr(f"ambidex.storage.{module}.SideStream", LateStream)
         patch.setattr("ambidex.storage.tile_ring.Mark", LateMark)
+        patch.setattr("ambidex.storage.weight_ring.Mark", LateMark)
+        patch.setattr(WeightRing, "_copy", _late(WeightRing._copy))
         patch.setattr(TileRing, "_copy", _late(TileRing._copy))
         patch.setattr(TiledKVPool, "write_rows", _late(TiledKVPool.write_rows))
         try:

@@ -15,6 +15,8 @@
 
 #include "bind/arrays.h"
 #include "bind/attention.h"
+#include "bind/bounded.h"
+#include "bind/calls.h"
 #include "core/check.h"
 #include "core/program.h"
 #include "ops/script.h"
@@ -26,14 +28,11 @@ namespace ambidex {
 namespace {
 
 using Ids = Array<const std::int64_t, 1>;
-using Scales = Array<const float, 3>;
 
 KVPart find_part(std::string_view name) {
   AMBIDEX_CHECK(name == "k" || name == "v", "part: expected k or v, got \"", name, "\"");
   return name == "k" ? KVPart::kK : KVPart::kV;
 }
-
-std::size_t padded(std::size_t head_dim) { return (head_dim + 31) / 32 * 32; }
 
 template <class A>
 TiledPart describe(std::string_view part, const A& records, std::size_t head_dim) {
@@ -72,66 +71,20 @@ void assign_keys(KeyBatch& self, const Ids& block_ids, const Ids& block_offsets,
               row_offsets.data(), num_requests);
 }
 
-const float* scales_of(const char* name, const std::optional<Scales>& scales, const ConstBytes<4>& records,
-                       bool is_int8) {
-  AMBIDEX_CHECK(scales.has_value() == is_int8, name, ": scales go with int8 and with nothing else");
-  if (!is_int8) return nullptr;
-  for (std::size_t axis = 0; axis < 3; ++axis) check_size(name, "Hkv N P", *scales, axis, records.shape(axis));
-  return scales->data();
-}
-
-// All but the keys.
-AttendCall make_call(const ConstBytes<3>& q, std::string_view q_number, const ConstBytes<4>& k, const ConstBytes<4>& v,
-                     std::string_view number, const std::optional<Scales>& k_scales,
-                     const std::optional<Scales>& v_scales, float scale, const Array<float, 3>& out,
-                     const Array<float, 2>& lse) {
-  AttendCall call{};
-  call.number = find_number(number);
-  call.q_number = find_number(q_number);
-  AMBIDEX_CHECK(call.q_number != Number::kInt8, "q: expected fp32, bf16 or fp16, got int8");
-  check_itemsize("q", q, size_of(call.q_number));
-  check_itemsize("k", k, size_of(call.number));
-  check_itemsize("v", v, size_of(call.number));
-  call.tiles = make_tiles(k.itemsize(), k.shape(2), k.shape(3));
-  for (std::size_t axis = 0; axis < 4; ++axis) check_size("v", "an axis of k", v, axis, k.shape(axis));
-  call.num_kv_heads = k.shape(0);
-  call.num_blocks = k.shape(1);
-  const std::size_t num_q_heads = q.shape(1);
-  AMBIDEX_CHECK(call.num_kv_heads >= 1 && num_q_heads >= 1 && num_q_heads % call.num_kv_heads == 0, "q: has ", num_q_heads,
-                " heads, not a multiple of the ", call.num_kv_heads, " of k");
-  call.group_size = num_q_heads / call.num_kv_heads;
-  call.head_dim = q.shape(2);
-  check_size("k", "head_dim, padded to a multiple of 32", k, 3, padded(call.head_dim));
-  for (std::size_t axis = 0; axis < 3; ++axis) check_size("out", "an axis of q", out, axis, q.shape(axis));
-  for (std::size_t axis = 0; axis < 2; ++axis) check_size("lse", "an axis of q", lse, axis, q.shape(axis));
-  AMBIDEX_CHECK(std::isfinite(scale) && scale > 0.0f, "scale: expected a positive number, got ", scale);
-  const bool is_int8 = call.number == Number::kInt8;
-  call.k_scales = scales_of("k_scales", k_scales, k, is_int8);
-  call.v_scales = scales_of("v_scales", v_scales, v, is_int8);
-  call.k = static_cast<const char*>(k.data());
-  call.v = static_cast<const char*>(v.data());
-  call.q = q.data();
-  call.scale = scale;
-  call.num_rows = q.shape(0);
-  call.out = out.data();
-  call.lse = lse.data();
-  return call;
-}
-
-void check_batch(const AttendCall& call, const KeyBatch& batch) {
-  AMBIDEX_CHECK(batch.num_rows() == call.num_rows, "q: expected ", batch.num_rows(),
-                " for the rows of the batch (axis 0), got ", call.num_rows);
-  AMBIDEX_CHECK(batch.block_size() == call.tiles.block_size, "batch: made for blocks of ", batch.block_size(),
-                " tokens, k has ", call.tiles.block_size);
-  AMBIDEX_CHECK(batch.num_pool_blocks() <= call.num_blocks, "batch: names block ", batch.num_pool_blocks() - 1,
-                ", k has ", call.num_blocks, " blocks");
+void set_positions(KeyBatch& self, const Ids& of_blocks, const Ids& of_rows) {
+  self.set_positions(of_blocks.data(), of_blocks.shape(0), of_rows.data(), of_rows.shape(0));
 }
 
 void bind_attend(AttentionPool& self, const ConstBytes<3>& q, std::string_view q_number, const ConstBytes<4>& k,
                  const ConstBytes<4>& v, std::string_view number, const std::optional<Scales>& k_scales,
                  const std::optional<Scales>& v_scales, const KeyBatch& batch, float scale, const Array<float, 3>& out,
-                 const Array<float, 2>& lse, std::optional<std::string_view> isa) {
-  const AttendCall call = make_call(q, q_number, k, v, number, k_scales, v_scales, scale, out, lse);
+                 const Array<float, 2>& lse, const std::optional<Array<const float, 1>>& slopes,
+                 std::optional<std::string_view> isa) {
+  AttendCall call = make_call(q, q_number, k, v, number, k_scales, v_scales, scale, out, lse);
+  if (slopes) {
+    check_size("slopes", "Hq", *slopes, 0, q.shape(1));
+    call.slopes = slopes->data();
+  }
   check_batch(call, batch);
   const Isa chosen = choose_isa(isa);
   nb::gil_scoped_release release;
@@ -160,14 +113,28 @@ void bind_add_layer(AttentionScript& self, const ConstBytes<3>& q, std::string_v
   self.add_layer(make_call(q, q_number, k, v, number, k_scales, v_scales, scale, out, lse));
 }
 
-std::pair<std::size_t, std::size_t> bind_run(AttentionScript& self, const std::vector<const KeyBatch*>& batches, double limit_s) {
+void bind_bound_layer(AttentionScript& self, BoundedPool& pool, const BoundedArrays& arrays) {
+  AMBIDEX_CHECK(self.bounded_layers().size() + 1 == self.layers().size(), "bound_layer: add the layer first");
+  const BoundedCall& call = arrays.call();
+  AMBIDEX_CHECK(call.near_lse == nullptr || call.near_lse == self.layers().back().lse,
+                "bound_layer: near_lse is not that of the layer");
+  self.bound_layer(pool, call);
+}
+
+std::pair<std::size_t, std::size_t> bind_run(AttentionScript& self, const std::vector<const KeyBatch*>& batches,
+                                             double limit_s, const std::vector<const KeyBatch*>& scanned) {
   AMBIDEX_CHECK(self.layers().size() == self.num_layers() && batches.size() == self.num_layers(), "run: expected ",
                 self.num_layers(), " layers and batches, got ", self.layers().size(), " and ", batches.size());
   AMBIDEX_CHECK(limit_s >= 0.0 && limit_s <= 3600.0, "limit_s: expected 0 to 3600 seconds, got ", limit_s);
   for (std::size_t layer = 0; layer < batches.size(); ++layer) check_batch(self.layers()[layer], *batches[layer]);
+  AMBIDEX_CHECK(scanned.size() == self.bounded_layers().size(), "run: expected ", self.bounded_layers().size(),
+                " batches of scanned keys, got ", scanned.size());
+  AMBIDEX_CHECK(scanned.empty() || scanned.size() == self.num_layers(), "run: ", scanned.size(), " of ", self.num_layers(),
+                " layers are bounded: expected all or none");
+  for (std::size_t layer = 0; layer < scanned.size(); ++layer) check_batch(self.bounded_layers()[layer].scan, *scanned[layer]);
   const auto limit = std::chrono::microseconds(static_cast<std::int64_t>(limit_s * 1e6));
   nb::gil_scoped_release release;
-  const AttentionScript::Outcome outcome = self.run(batches, limit);
+  const AttentionScript::Outcome outcome = self.run(batches, scanned, limit);
   return {outcome.num_answered, outcome.num_last};
 }
 
@@ -244,13 +211,15 @@ void bind_attention(nb::module_& m) {
            "block_size"_a)
       .def("assign", &assign_keys, "block_ids"_a.noconvert(), "block_offsets"_a.noconvert(), "first_key"_a.noconvert(),
            "num_keys"_a.noconvert(), "row_offsets"_a.noconvert())
+      .def("set_positions", &set_positions, "of_blocks"_a.noconvert(), "of_rows"_a.noconvert())
       .def_prop_ro("num_rows", &KeyBatch::num_rows)
       .def_prop_ro("block_size", &KeyBatch::block_size);
   nb::class_<AttentionPool>(m, "AttentionPool")
       .def(nb::init<ThreadPool&>(), "threads"_a, nb::keep_alive<1, 2>())
       .def("attend_blocks", &bind_attend, "q"_a.noconvert(), "q_number"_a, "k"_a.noconvert(), "v"_a.noconvert(),
            "number"_a, "k_scales"_a.noconvert().none(), "v_scales"_a.noconvert().none(), "batch"_a, "scale"_a,
-           "out"_a.noconvert(), "lse"_a.noconvert(), nb::kw_only(), "isa"_a = nb::none())
+           "out"_a.noconvert(), "lse"_a.noconvert(), nb::kw_only(), "slopes"_a.noconvert().none() = nb::none(),
+           "isa"_a = nb::none())
       .def("store_rows", &bind_store_rows, "part"_a, "pool"_a.noconvert(), "slots"_a.noconvert(), "rows"_a.noconvert())
       .def("store_values", &bind_store_values, "part"_a, "pool"_a.noconvert(), "number"_a, "scales"_a.noconvert().none(),
            "slots"_a.noconvert(), "rows"_a.noconvert(), nb::kw_only(), "isa"_a = nb::none())
@@ -267,7 +236,8 @@ void bind_attention(nb::module_& m) {
            "out"_a.noconvert(), "lse"_a.noconvert(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(),
            nb::keep_alive<1, 5>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 10>(),
            nb::keep_alive<1, 11>())
-      .def("run", &bind_run, "batches"_a, "limit_s"_a);
+      .def("run", &bind_run, "batches"_a, "limit_s"_a, "scanned"_a)
+      .def("bound_layer", &bind_bound_layer, "pool"_a, "arrays"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>());
   m.def("exp2", &bind_exp2, "x"_a.noconvert(), "y"_a.noconvert(), nb::kw_only(), "isa"_a = nb::none());
 }
 

@@ -12,6 +12,7 @@
 
 #include "bind/arrays.h"
 #include "bind/attention.h"
+#include "bind/bounded.h"
 #include "bind/linear.h"
 #include "bind/map.h"
 #include "bind/program.h"
@@ -98,6 +99,7 @@ NB_MODULE(_native, m) {
         "out_b"_a.noconvert(), "lse_b"_a.noconvert(), "out"_a.noconvert(), "lse"_a.noconvert(), nb::kw_only(),
         "isa"_a = nb::none());
   ambidex::bind_threads(m);
+  ambidex::bind_bounded(m);
   ambidex::bind_attention(m);
   ambidex::bind_linear(m);
   ambidex::bind_map(m);

@@ -56,6 +56,8 @@ void KeyBatch::assign(const std::int64_t* block_ids, std::size_t num_block_ids, 
                       const std::int64_t* first_key, const std::int64_t* num_keys, const std::int64_t* row_offsets,
                       std::size_t num_requests) {
   requests_.clear();
+  block_positions_.clear();
+  row_positions_.clear();
   num_rows_ = num_pool_blocks_ = most_rows_ = 0;
   block_ids_.assign(block_ids, block_ids + num_block_ids);
   for (std::int64_t id : block_ids_) {
@@ -82,6 +84,16 @@ void KeyBatch::assign(const std::int64_t* block_ids, std::size_t num_block_ids, 
     most_rows_ = std::max(most_rows_, static_cast<std::size_t>(rows));
   }
   num_rows_ = static_cast<std::size_t>(row_offsets[num_requests]);
+}
+
+void KeyBatch::set_positions(const std::int64_t* of_blocks, std::size_t num_blocks, const std::int64_t* of_rows,
+                             std::size_t num_rows) {
+  block_positions_.clear();
+  row_positions_.clear();
+  AMBIDEX_CHECK(num_blocks == block_ids_.size() && num_rows == num_rows_, "positions: expected those of ",
+                block_ids_.size(), " blocks and ", num_rows_, " rows, got ", num_blocks, " and ", num_rows);
+  block_positions_.assign(of_blocks, of_blocks + num_blocks);
+  row_positions_.assign(of_rows, of_rows + num_rows);
 }
 
 void AttentionPool::attend(Isa isa, const AttendCall& call, const KeyBatch& batch) {
@@ -131,6 +143,10 @@ void AttentionPool::add_tasks(const AttendCall& call, const KeyBatch& batch, con
   }
   AttendRange range{batch.block_ids() + request.first_block, kv_head, request.first_row, request.num_rows,
                     request.first_key, request.num_keys, out, lse, num_q_heads};
+  if (call.slopes != nullptr) {
+    range.block_positions = batch.block_positions() + request.first_block;
+    range.row_positions = batch.row_positions();
+  }
   const std::size_t num_parts = ceil_div(request.num_keys, keys_per_task);
   if (num_parts == 1) {
     tasks_.push_back({range, kWhole});

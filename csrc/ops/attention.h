@@ -30,6 +30,11 @@ class KeyBatch {
            const std::int64_t* first_key, const std::int64_t* num_keys, const std::int64_t* row_offsets,
            std::size_t num_requests, std::size_t block_size);
 
+  // Where keys and queries stand in their contexts, for scores that fall with distance: of the first token of each block
+  // id, and of each row; after a throw there are none. Other keys have none until they are given again.
+  void set_positions(const std::int64_t* of_blocks, std::size_t num_blocks, const std::int64_t* of_rows,
+                     std::size_t num_rows);
+
   // Other keys of blocks of the same size. After a throw it has none and fits no queries.
   void assign(const std::int64_t* block_ids, std::size_t num_block_ids, const std::int64_t* block_offsets,
               const std::int64_t* first_key, const std::int64_t* num_keys, const std::int64_t* row_offsets,
@@ -41,9 +46,13 @@ class KeyBatch {
   std::size_t block_size() const { return block_size_; }
   std::size_t num_pool_blocks() const { return num_pool_blocks_; }  // the largest block id and one
   std::size_t most_rows() const { return most_rows_; }              // of a request
+  bool has_positions() const { return row_positions_.size() == num_rows_ && num_rows_ > 0; }
+  const std::int64_t* block_positions() const { return block_positions_.data(); }
+  const std::int64_t* row_positions() const { return row_positions_.data(); }
 
  private:
   std::vector<std::int64_t> block_ids_;
+  std::vector<std::int64_t> block_positions_, row_positions_;
   std::vector<Request> requests_;
   std::size_t num_rows_ = 0;
   std::size_t block_size_;
@@ -64,6 +73,7 @@ struct AttendCall {
   const void* q;            // [T, Hq, D]
   std::size_t group_size, head_dim;  // Hq = Hkv * group_size
   float scale;
+  const float* slopes;      // [Hq] or null: score = scale * q·k - slope * (position of q - position of k)
   float* out;               // [T, Hq, D]
   float* lse;               // [T, Hq], natural log
 };
@@ -77,6 +87,9 @@ struct AttendRange {
   float* out;                       // query (t, g) goes to out + (t * heads_per_row + g) * D
   float* lse;
   std::size_t heads_per_row;
+  // With slopes only: of the first token of each of block_ids, and of the rows of the batch from row 0 on.
+  const std::int64_t* block_positions = nullptr;
+  const std::int64_t* row_positions = nullptr;
 };
 
 // The memory that attention keeps from call to call, and the threads that it shares with other ops.

@@ -25,12 +25,20 @@ bool AttentionScript::wait(std::size_t layer, std::chrono::microseconds limit) c
   return __atomic_load_n(word, __ATOMIC_ACQUIRE) != 0;
 }
 
+void AttentionScript::bound_layer(BoundedPool& pool, BoundedCall call) {
+  if (call.other_lse != nullptr) call.other_word = streamed_ + bounded_.size() * kWordStride;
+  bounded_pool_ = &pool;
+  bounded_.push_back(call);
+}
+
 AttentionScript::Outcome AttentionScript::run(const std::vector<const KeyBatch*>& batches,
+                                              const std::vector<const KeyBatch*>& scanned,
                                               std::chrono::microseconds limit) {
   Outcome outcome{0, 0};
   for (std::size_t layer = 0; layer < num_layers_; ++layer) {
     if (!wait(layer, limit)) return outcome;
     pool_.attend(isa_, calls_[layer], *batches[layer]);
+    if (!bounded_.empty()) bounded_pool_->attend(bounded_form(isa_), bounded_[layer], *scanned[layer]);
     outcome.num_last += __atomic_load_n(streamed_ + layer * kWordStride, __ATOMIC_ACQUIRE) != 0;
     __atomic_store_n(answered_ + layer * kWordStride, 1, __ATOMIC_RELEASE);
     ++outcome.num_answered;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "ops/attention.h"
+#include "ops/bounded.h"
 #include "simd/isa.h"
 
 namespace ambidex {
@@ -28,13 +29,20 @@ class AttentionScript {
   const std::vector<AttendCall>& layers() const { return calls_; }
   void add_layer(const AttendCall& call) { calls_.push_back(call); }
 
+  // Bounded attention over other keys of the layer that was added last, joined with its answer. `call` has no
+  // other_word: what the accelerator saw counts once it has ended its own part of the layer's attention.
+  void bound_layer(BoundedPool& pool, BoundedCall call);
+  const std::vector<BoundedCall>& bounded_layers() const { return bounded_; }
+
   struct Outcome {
     std::size_t num_answered;  // layers: fewer than all if the queries of one did not come in time
     std::size_t num_last;      // layers in which the CPU's answer came after the accelerator's part had ended
   };
 
-  // batches: the keys of each layer; limit: how long to wait for the queries of a layer.
-  Outcome run(const std::vector<const KeyBatch*>& batches, std::chrono::microseconds limit);
+  // batches: the keys of each layer; scanned: those that bounded attention reads, if layers are bounded; limit: how long
+  // to wait for the queries of a layer.
+  Outcome run(const std::vector<const KeyBatch*>& batches, const std::vector<const KeyBatch*>& scanned,
+              std::chrono::microseconds limit);
 
  private:
   bool wait(std::size_t layer, std::chrono::microseconds limit) const;
@@ -46,6 +54,8 @@ class AttentionScript {
   const std::int32_t* streamed_;
   std::size_t num_layers_;
   std::vector<AttendCall> calls_;
+  BoundedPool* bounded_pool_ = nullptr;
+  std::vector<BoundedCall> bounded_;
 };
 
 }  // namespace ambidex

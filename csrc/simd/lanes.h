@@ -69,6 +69,7 @@ inline Fp16 to_fp16(float x) {
 }
 
 inline void prefetch(const char* p) { __builtin_prefetch(p, 0, 3); }
+inline void prefetch_to_l2(const char* p) { __builtin_prefetch(p, 0, 2); }
 
 #if defined(__AVX512F__)
 

@@ -122,14 +122,20 @@ struct Answer {
   double lse;
 };
 
+// How far each key is from a query, and what a token of distance costs.
+struct Tilt {
+  double slope;
+  std::vector<double> distances;  // by key
+};
+
 Answer naive(const Shape& shape, const float* q, const Part& k, const Part& v, const std::vector<std::size_t>& slots,
-             double scale) {
+             double scale, const Tilt& tilt) {
   std::vector<double> scores;
   double largest = -1e300;
   for (std::size_t slot : slots) {
     double score = 0.0;
     for (std::size_t d = 0; d < shape.dim; ++d) score += q[d] * k.values[slot * shape.dim + d];
-    scores.push_back(score * scale);
+    scores.push_back(score * scale - tilt.slope * tilt.distances[scores.size()]);
     largest = std::max(largest, scores.back());
   }
   Answer answer{std::vector<double>(shape.dim), 0.0};
@@ -175,11 +181,28 @@ int check(const Shape& shape, const std::vector<Form>& forms, ThreadPool& pool) 
   call.group_size = shape.group;
   call.head_dim = shape.dim;
   call.scale = 1.0f / std::sqrt(static_cast<float>(shape.dim));
+  // Half of the shapes have slopes; their blocks do not follow each other in the context.
+  const bool is_tilted = (shape.dim / 16 + shape.group) % 2 == 0;
+  std::vector<float> slopes(shape.group);
+  for (std::size_t g = 0; g < shape.group; ++g) slopes[g] = std::ldexp(1.0f, -1 - static_cast<int>(g));
+  std::vector<std::int64_t> block_positions, row_positions;
+  for (std::size_t i = 0; i < block_ids.size(); ++i) {
+    block_positions.push_back(static_cast<std::int64_t>(shape.block_size * (i < 2 ? i : i + 3)));
+  }
+  const auto position_of = [&](std::size_t key) {
+    return block_positions[key / shape.block_size] + static_cast<std::int64_t>(key % shape.block_size);
+  };
+  for (std::size_t t = 0; t < shape.queries; ++t) {
+    row_positions.push_back(position_of(shape.first_key + shape.num_keys - 1) + 1 + static_cast<std::int64_t>(3 * t));
+  }
+  if (is_tilted) call.slopes = slopes.data();
   int wrong = 0;
   for (const Form& form : forms) {
     std::vector<float> out(rows * shape.dim, -77.0f), lse(rows, -77.0f);
-    const AttendRange range{block_ids.data(), 0,          0, shape.queries, shape.first_key, shape.num_keys,
-                            out.data(),       lse.data(), shape.group};
+    AttendRange range{block_ids.data(), 0,          0, shape.queries, shape.first_key, shape.num_keys,
+                      out.data(),       lse.data(), shape.group};
+    range.block_positions = block_positions.data();
+    range.row_positions = row_positions.data();
     std::vector<char> workspace(form.bytes(form.isa, call, rows) + 64);
     char* aligned = workspace.data() + (64 - reinterpret_cast<std::uintptr_t>(workspace.data()) % 64) % 64;
     form.attend(form.isa, call, range, aligned);
@@ -188,7 +211,11 @@ int check(const Shape& shape, const std::vector<Form>& forms, ThreadPool& pool) 
     const double tolerance = rounds ? 1.5e-2 : shape.number == Number::kInt8 ? 4e-4 : 8e-6;
     double worst = 0.0, worst_lse = 0.0;
     for (std::size_t row = 0; row < rows; ++row) {
-      const Answer expected = naive(shape, &q[row * shape.dim], k, v, slots, call.scale);
+      Tilt tilt{is_tilted ? slopes[row % shape.group] : 0.0, {}};
+      for (std::size_t key = shape.first_key; key < shape.first_key + shape.num_keys; ++key) {
+        tilt.distances.push_back(static_cast<double>(row_positions[row / shape.group] - position_of(key)));
+      }
+      const Answer expected = naive(shape, &q[row * shape.dim], k, v, slots, call.scale, tilt);
       for (std::size_t d = 0; d < shape.dim; ++d) {
         const double error = std::abs(out[row * shape.dim + d] - expected.out[d]);
         worst = error <= worst ? worst : error;  // NaN is worst

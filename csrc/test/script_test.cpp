@@ -129,7 +129,7 @@ int check_steps(std::size_t num_threads, bool is_late) {
     AttentionScript::Outcome outcome{};
     int wrong_beside = 0;
     std::thread lane([&] {
-      outcome = world.script.run(std::vector<const KeyBatch*>(kLayers, &world.batch), std::chrono::seconds(20));
+      outcome = world.script.run(std::vector<const KeyBatch*>(kLayers, &world.batch), {}, std::chrono::seconds(20));
     });
     std::thread other([&] {
       for (int i = 0; i < 5; ++i) wrong_beside += world.attend_beside();
@@ -152,7 +152,7 @@ int check_lost(std::size_t num_threads) {
     world.reset();
     AttentionScript::Outcome outcome{};
     std::thread lane([&] {
-      outcome = world.script.run(std::vector<const KeyBatch*>(kLayers, &world.batch), std::chrono::milliseconds(200));
+      outcome = world.script.run(std::vector<const KeyBatch*>(kLayers, &world.batch), {}, std::chrono::milliseconds(200));
     });
     wrong += world.ask(random, num_asked, false);
     lane.join();

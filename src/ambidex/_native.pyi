@@ -151,6 +151,10 @@ class KeyBatch:
         *,
         block_size: int,
     ) -> None: ...
+    def set_positions(self, of_blocks: npt.NDArray[np.int64], of_rows: npt.NDArray[np.int64]) -> None:
+        """Where the first token of each block, and each query, stand."""
+        ...
+
     def assign(
         self,
         block_ids: npt.NDArray[np.int64],
@@ -274,6 +278,7 @@ class AttentionPool:
         out: npt.NDArray[np.float32],
         lse: npt.NDArray[np.float32],
         *,
+        slopes: npt.NDArray[np.float32] | None = None,
         isa: str | None = None,
     ) -> None: ...
     def store_rows(
@@ -302,6 +307,52 @@ class AttentionPool:
         rows: npt.NDArray[np.generic],
     ) -> None: ...
 
+class BoundedArrays:
+    """The memory of one layer that bounded attention reads and writes; see `ambidex.kernels.cpu.bounded`."""
+
+    def __init__(
+        self,
+        q: npt.NDArray[np.generic],
+        q_number: str,
+        scanned: npt.NDArray[np.generic],
+        scales: npt.NDArray[np.float32],
+        rows: npt.NDArray[np.generic] | None,
+        v: npt.NDArray[np.generic],
+        number: str,
+        v_scales: npt.NDArray[np.float32] | None,
+        norms: npt.NDArray[np.float32],
+        scale: float,
+        max_mass: float,
+        near_out: npt.NDArray[np.float32] | None,
+        near_lse: npt.NDArray[np.float32] | None,
+        other_lse: npt.NDArray[np.float32] | None,
+        out: npt.NDArray[np.float32],
+        lse: npt.NDArray[np.float32],
+        figures: npt.NDArray[np.float32],
+    ) -> None: ...
+
+class BoundedPool:
+    """See `ambidex.kernels.cpu.bounded.BoundedPool`."""
+
+    def __init__(self, threads: ThreadPool) -> None: ...
+    def attend(self, arrays: BoundedArrays, batch: KeyBatch, *, isa: str | None = None) -> None: ...
+    def copy_for_scan(
+        self,
+        k: npt.NDArray[np.generic],
+        v: npt.NDArray[np.generic],
+        number: str,
+        k_scales: npt.NDArray[np.float32] | None,
+        v_scales: npt.NDArray[np.float32] | None,
+        head_dim: int,
+        block_ids: npt.NDArray[np.int64],
+        scanned: npt.NDArray[np.int8] | None,
+        scales: npt.NDArray[np.float32] | None,
+        rows: npt.NDArray[np.generic] | None,
+        norms: npt.NDArray[np.float32],
+        *,
+        isa: str | None = None,
+    ) -> None: ...
+
 class AttentionScript:
     """The CPU lane of a captured step: see `ambidex.kernels.cpu.native.AttentionScript`; words are [L, 16]."""
 
@@ -327,4 +378,5 @@ class AttentionScript:
         out: npt.NDArray[np.float32],
         lse: npt.NDArray[np.float32],
     ) -> None: ...
-    def run(self, batches: Sequence[KeyBatch], limit_s: float) -> tuple[int, int]: ...
+    def bound_layer(self, pool: BoundedPool, arrays: BoundedArrays) -> None: ...
+    def run(self, batches: Sequence[KeyBatch], limit_s: float, scanned: Sequence[KeyBatch]) -> tuple[int, int]: ...

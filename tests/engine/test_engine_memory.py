@@ -9,7 +9,8 @@ from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVOrder, KVSpec, StreamBuffers
 from ambidex.core.model_spec import Activation, ModelSpec
 from ambidex.core.units import GIB, MIB
-from ambidex.engine.memory import BYTES_PER_GRAPH, FreeMemory, MemoryPlan, graph_bytes, plan_memory
+from ambidex.cost.workspace import BYTES_PER_GRAPH, graph_bytes
+from ambidex.engine.memory import FreeMemory, MemoryPlan, WeightBytes, fixed_bytes, plan_memory
 
 SPEC = ModelSpec(
     architecture="llama", num_layers=2, hidden_size=64, intermediate_size=128, num_q_heads=4, num_kv_heads=2,
@@ -26,16 +27,14 @@ def plan(gpu_memory: int, buckets: tuple[int, ...], *, stream: StreamBuffers | N
         config,
         SPEC,
         {Tier.GPU: spec, Tier.DRAM: spec},
-        activations=DType.BF16,
         free=FREE,
-        weights_bytes=MIB,
-        graph_buckets=buckets,
-        stream=stream,
+        weights=WeightBytes(on_gpu=MIB),
+        fixed=fixed_bytes(config, SPEC, activations=DType.BF16, graph_buckets=buckets, stream=stream),
     )
 
 
 def test_graph_bytes_are_activations_and_logits_of_the_largest_and_an_allowance_for_each() -> None:
-    activations = (4 * 64 + 3 * 128 + 3 * 64) * 2 + 3 * 4 * 64
+    activations = 4 * 64 * 2 + max(3 * 128 * 2, 3 * 64 * (2 + 4))  # the MLP's, or attention's
     assert graph_bytes(SPEC, (1, 2, 4), num_bytes=2) == 4 * (activations + 1000 * (2 + 8)) + 3 * BYTES_PER_GRAPH
     assert graph_bytes(SPEC, (), num_bytes=2) == 0
 

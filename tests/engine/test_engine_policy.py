@@ -16,7 +16,7 @@ from unit_specs import make_spec
 GREEDY = SamplingParams(max_output_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPTS = ["what the lighthouse keeper said to the fishing boats that night", "hello", "one two three four five six"]
 OPTIONS: dict[PolicyName, dict[str, object]] = {
-    PolicyName.BOUNDED: {"max_dropped_mass": 0.1},
+    PolicyName.BOUNDED: {"max_dropped_mass": 0.1, "bounded_scores": "exact"},
     PolicyName.STREAMING_LLM: {"policy_tokens": 12},
     PolicyName.H2O: {},
     PolicyName.KEYFORMER: {},
@@ -97,7 +97,7 @@ def test_bounded_that_drops_nothing_answers_as_exact(folder: Path) -> None:
 
 
 def test_bounded_reports_what_it_dropped(folder: Path) -> None:
-    with LLM(str(folder), policy="bounded", max_dropped_mass=0.2, **SETTINGS) as llm:
+    with LLM(str(folder), policy="bounded", max_dropped_mass=0.2, bounded_scores="exact", **SETTINGS) as llm:
         llm.generate(PROMPTS, GREEDY)
         figures = llm.stats().selection
         report = llm.report.value("compute", "policy")
@@ -129,15 +129,16 @@ def test_policies_that_choose_read_less(folder: Path) -> None:
             return sum(llm.stats().lane_bytes.values())
 
     exact = read()
-    assert read(policy="bounded", max_dropped_mass=0.0) == exact, "K once, V once"
-    assert read(policy="streaming_llm", policy_tokens=12) < read(policy="bounded", max_dropped_mass=0.3) < exact
+    bounded = {"policy": "bounded", "bounded_scores": "exact"}
+    assert read(max_dropped_mass=0.0, **bounded) == exact, "K once, V once"
+    assert read(policy="streaming_llm", policy_tokens=12) < read(max_dropped_mass=0.3, **bounded) < exact
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_model_with_windows_is_refused_at_start(policy: str, tmp_path: Path) -> None:
     folder = make_engine_folder(tmp_path, "mistral")
     with pytest.raises(
-        UnsupportedModelError, match=rf"--policy {policy} cannot serve this mistral model: 2 of its layers"
+        UnsupportedModelError, match=rf"`policy` {policy} cannot serve this mistral model: 2 of its layers"
     ):
         LLM(str(folder), policy=policy)
 
@@ -145,10 +146,30 @@ def test_a_model_with_windows_is_refused_at_start(policy: str, tmp_path: Path) -
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_model_with_biases_for_positions_is_refused_at_start(policy: PolicyName) -> None:
     spec = replace(make_spec(), alibi_slopes=(0.5,) * 6)
-    with pytest.raises(UnsupportedModelError, match=rf"--policy {policy} cannot serve .*alibi"):
+    with pytest.raises(UnsupportedModelError, match=rf"`policy` {policy} cannot serve .*alibi"):
         make_policy(resolve_policy(EngineConfig(model="m", policy=policy)), spec)
 
 
 def test_option_of_another_policy_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="`max_dropped_mass` is an option of bounded, not of `policy` h2o"):
         LLM(str(folder), policy="h2o", max_dropped_mass=0.1)
+
+
+@pytest.mark.parametrize("feedback", ["mode", "full"])
+def test_hybridgen_is_steered_by_the_times_of_its_steps(folder: Path, feedback: str) -> None:
+    options = {"exact_layers": 1, "near_tokens": 3, "hybridgen_feedback": feedback, "min_selected_tokens": 4}
+    with LLM(str(folder), policy="hybridgen", **options, **SETTINGS) as llm:
+        steered = llm._engine.core.scheduler._feedback
+        assert steered is not None
+        before = steered.setting
+        llm.generate(PROMPTS, GREEDY)
+        after = steered.setting
+    assert after.times is not None, "no step was timed"
+    assert after.times.cpu_s > 0
+    assert after.num_selected >= before.num_selected == 4
+    assert (after.num_selected == 4) or feedback == "full", "mode changes the mode alone"
+
+
+def test_without_feedback_nothing_is_timed(folder: Path) -> None:
+    with LLM(str(folder), policy="hybridgen", **OPTIONS[PolicyName.HYBRIDGEN], **SETTINGS) as llm:
+        assert llm._engine.core.scheduler._feedback is None

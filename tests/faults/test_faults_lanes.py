@@ -40,12 +40,14 @@ def patch_script(monkeypatch: pytest.MonkeyPatch, *, fatal_run: int = -1, delay_
     """Let the CPU lane answer late, or not at all in one of its runs; returns how many layers each run answered."""
     answered: list[int] = []
 
-    def lame(script: AttentionScript, batches: Sequence[KeyBatch], *, limit_s: float) -> tuple[int, int]:
+    def lame(
+        script: AttentionScript, batches: Sequence[KeyBatch], *, limit_s: float, scanned: Sequence[KeyBatch] = ()
+    ) -> tuple[int, int]:
         time.sleep(delay_s)
         if len(answered) == fatal_run:
             answered.append(0)
             return 0, 0  # the thread has died: no layer is answered, no word is set
-        num_answered, num_last = run_script(script, batches, limit_s=limit_s)
+        num_answered, num_last = run_script(script, batches, limit_s=limit_s, scanned=scanned)
         answered.append(num_answered)
         return num_answered, num_last
 
@@ -90,11 +92,13 @@ def test_an_accelerator_that_gets_no_answer_fails_its_step_and_the_next_is_serve
     monkeypatch.setattr(words, "WAIT_LIMIT_S", 0.1)
     runs: list[int] = []
 
-    def hang_once(script: AttentionScript, batches: Sequence[KeyBatch], *, limit_s: float) -> tuple[int, int]:
+    def hang_once(
+        script: AttentionScript, batches: Sequence[KeyBatch], *, limit_s: float, scanned: Sequence[KeyBatch] = ()
+    ) -> tuple[int, int]:
         runs.append(len(batches))
         if len(runs) == 3:
             time.sleep(0.5)
-        return run_script(script, batches, limit_s=limit_s)
+        return run_script(script, batches, limit_s=limit_s, scanned=scanned)
 
     run_script = AttentionScript.run
     monkeypatch.setattr(AttentionScript, "run", hang_once)

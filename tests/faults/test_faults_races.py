@@ -109,9 +109,11 @@ def test_late_lanes_change_no_answer(folders: dict[str, Path], seed: int, varian
     rng = random.Random(seed)
     run_script, write_word = AttentionScript.run, HostWords.write
 
-    def late_run(script: AttentionScript, batches: Sequence[KeyBatch], *, limit_s: float) -> tuple[int, int]:
+    def late_run(
+        script: AttentionScript, batches: Sequence[KeyBatch], *, limit_s: float, scanned: Sequence[KeyBatch] = ()
+    ) -> tuple[int, int]:
         time.sleep(rng.choice([0.0, 0.003]))
-        return run_script(script, batches, limit_s=limit_s)
+        return run_script(script, batches, limit_s=limit_s, scanned=scanned)
 
     def late_write(words: HostWords, word: Tensor) -> None:
         time.sleep(rng.choice([0.0, 0.0, 0.001]))

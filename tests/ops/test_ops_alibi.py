@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ambidex.core.errors import ShapeError
 from ambidex.kernels import alibi, api, dispatch
+from ambidex.kernels.cpu import native
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SLOPES = torch.tensor([0.5, 2.0**-3, 2.0**-8, 2.0**-1, 0.0, 0.25])
@@ -89,3 +90,42 @@ def test_positions_that_do_not_fit_are_refused() -> None:
     positions = torch.arange(3)
     with pytest.raises(ShapeError, match=r"expected \[6\], \[2\], \[3\], got \(6,\), \(3,\), \(3,\)"):
         alibi.attend(q, k, v, scale=1.0, slopes=SLOPES, query_positions=positions, key_positions=positions)
+
+
+@pytest.mark.parametrize("isa", native.available_isas())
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.int8, 3e-3)])
+def test_native_attention_with_slopes_equals_the_definition(isa: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Blocks with gaps between them, two requests of two and one queries, keys that are hidden at both ends."""
+    q, k, v = make_rows(3, 9 * 32, torch.float32, "cpu")
+    pool = native.AttentionPool(native.ThreadPool(2))
+    tiles, scales, values = {}, {}, {}
+    for part, rows in (("k", k), ("v", v)):
+        blocks = torch.zeros(2, 9, 32, 32, dtype=dtype)
+        scale = torch.zeros(2, 9, 32) if dtype == torch.int8 else None
+        pool.store_values(part, blocks, torch.arange(9 * 32), rows.transpose(0, 1).contiguous(), scales=scale)
+        back = pool.gather_rows(part, blocks, torch.arange(9), first_key=0, num_keys=9 * 32, head_dim=24)
+        values[part] = back.float() if scale is None else back.float() * scale.reshape(2, -1, 1)
+        tiles[part], scales[part] = blocks, scale
+    block_ids = torch.tensor([5, 0, 7, 8, 2])
+    batch = native.KeyBatch(
+        block_ids, torch.tensor([0, 3, 5]), torch.tensor([6, 0]), torch.tensor([80, 40]), torch.tensor([0, 2, 3]),
+        block_size=32,
+    )  # fmt: skip
+    of_blocks, of_rows = torch.tensor([0, 32, 640, 64, 128]), torch.tensor([670, 675, 200])
+    settings = {"scale": 0.25, "k_scales": scales["k"], "v_scales": scales["v"], "isa": isa}
+    with pytest.raises(ShapeError, match="the batch has no positions"):
+        pool.attend_blocks(q, tiles["k"], tiles["v"], batch, slopes=SLOPES, **settings)
+    with pytest.raises(ShapeError, match="positions: expected those of 5 blocks and 3 rows, got 5 and 2"):
+        batch.set_positions(of_blocks, of_rows[:2])
+    batch.set_positions(of_blocks, of_rows)
+    out, lse = pool.attend_blocks(q, tiles["k"], tiles["v"], batch, slopes=SLOPES, **settings)
+    offsets = torch.arange(32)
+    for rows, blocks, visible in ((slice(0, 2), slice(0, 3), slice(6, 86)), (slice(2, 3), slice(3, 5), slice(0, 40))):
+        slots = (block_ids[blocks, None] * 32 + offsets).flatten()[visible]
+        positions = (of_blocks[blocks, None] + offsets).flatten()[visible]
+        everything = torch.ones(rows.stop - rows.start, len(slots), dtype=torch.bool)
+        wanted, wanted_lse = naive(
+            q[rows], values["k"][:, slots], values["v"][:, slots], 0.25, of_rows[rows], positions, everything
+        )
+        torch.testing.assert_close(out[rows].double(), wanted, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(lse[rows].double(), wanted_lse, rtol=tolerance, atol=tolerance)

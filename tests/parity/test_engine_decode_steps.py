@@ -16,13 +16,13 @@ from ambidex.attention.hybrid import HybridAttention
 from ambidex.attention.paged import PagedAttention
 from ambidex.core.config import DeviceKind, DTypeChoice
 from ambidex.core.ids import Lane, RequestId
-from ambidex.core.step import ScheduledRequest, StepPlan
+from ambidex.core.step import ScheduledRequest, StepPlan, make_buckets
 from ambidex.engine.build import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.engine.outputs import RequestOutput
 from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.runner.decode import DecodeForm, DecodeOutput
-from ambidex.runner.graphs import ChosenCopy, CudaCapture, DecodeSteps, make_buckets
+from ambidex.runner.graphs import ChosenCopy, CudaCapture, DecodeSteps
 from ambidex.runner.input_batch import InputBatch
 from ambidex.runner.runner import LaunchedPlan, ModelRunner, call_model
 from tiny_engine import make_engine_folder

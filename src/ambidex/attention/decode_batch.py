@@ -73,8 +73,12 @@ class DecodeBatch:
         """Keys that the step's attention reads under each window, all requests together."""
         self.key_batches: Mapping[int | None, KeyBatch] | None = None
         """The CPU lane's keys under each window; None: no key of this step lies in DRAM."""
+        self.dram_ids: NDArray[np.int64] = np.zeros(0, np.int64)
+        """The blocks in DRAM that they lie in."""
         self.num_streamed = 0
         """Keys that the stream lane reads in each layer, all requests together."""
+        self.streamed_share = 0.0
+        """Of the blocks in DRAM, those that the stream lane reads: `stream_share`, unless its buffer holds less."""
         self.stream_runs: tuple[BlockRun, ...] = ()
         """The blocks that it reads."""
 
@@ -215,12 +219,15 @@ class DecodeBatch:
         blocks = [context.tiers[Tier.DRAM] for context in contexts]
         num_blocks = np.array([item.num for item in blocks], np.int64)
         num_streamed = (num_blocks * self.stream_share).astype(np.int64)
-        if num_streamed.sum() > self._max_streamed:
+        is_short = bool(num_streamed.sum() > self._max_streamed)
+        if is_short:
             num_streamed = num_streamed * self._max_streamed // num_streamed.sum()
         host = self._inputs.host(num_rows)
         host.num_streamed[: len(blocks)] = num_streamed * self._block_size
         host.num_streamed[len(blocks) :] = 0
         self.num_streamed = int(num_streamed.sum()) * self._block_size
+        # Less than the share for want of room, not because blocks are whole.
+        self.streamed_share = float(num_streamed.sum() / num_blocks.sum()) if is_short else self.stream_share
         num_stored = (num_blocks - num_streamed) * self._block_size
         made = {}
         for window in self._inputs.windows:
@@ -235,6 +242,7 @@ class DecodeBatch:
         self.key_batches = old or made
         if old is not None:
             return range(0)
+        self.dram_ids = np.unique(np.concatenate([item.ids[: item.num] for item in blocks]))
         runs, place = [], 0
         table = self._inputs.host_stream_table()
         for row, (item, num) in enumerate(zip(blocks, num_streamed.tolist(), strict=True)):

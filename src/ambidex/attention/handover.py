@@ -6,19 +6,22 @@
 The same buffers serve every layer: the accelerator sends the next queries only after it has read the last answer.
 """
 
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
+from ambidex.attention.bounded_scan import BoundedScan
 from ambidex.attention.state import AttentionState
 from ambidex.core.errors import LaneError
+from ambidex.core.ids import Tier
 from ambidex.core.model_spec import ModelSpec
+from ambidex.kernels.cpu.bounded import make_arrays
 from ambidex.kernels.cpu.native import WORD_STRIDE, AttentionScript, KeyBatch
 from ambidex.kernels.cuda.pinned_view import view_on_gpu
+from ambidex.storage.lane_thread import beside
 from ambidex.storage.tiled_pool import TiledKVPool
 from ambidex.storage.words import WAIT_LIMIT_S, HostWords, StreamWords, Words
 
@@ -32,10 +35,18 @@ class Handover:
         num_rows: B.
         dtype: of queries.
         device: the accelerator; with CUDA the buffers are pinned.
+        bounded: the bounded policy; None: the CPU lane attends all its keys.
     """
 
     def __init__(
-        self, spec: ModelSpec, pool: TiledKVPool, num_rows: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        pool: TiledKVPool,
+        num_rows: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        bounded: BoundedScan | None = None,
     ) -> None:
         is_cuda = device.type == "cuda"
         heads = (num_rows, spec.num_q_heads, spec.head_dim)
@@ -52,15 +63,54 @@ class Handover:
         self._host_flags = self._flags.numpy()  # the same memory
         self.num_last = 0
         """Layers of the last step in which the CPU lane's answer came after the accelerator's own part had ended."""
+        self.figures = self.out_norms = torch.empty(0)
+        """What the bounded op left out of the last step, [L, B, Hq, NUM_FIGURES]; lengths of answers, [L, B, Hq]."""
+        self._scanned: Sequence[KeyBatch] = ()
         self._launched = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # torch has no types here
         self._script = AttentionScript(pool.native, *self._flags)
-        for layer_idx in range(spec.num_layers):
+        self._layers = [
+            AttentionScript(pool.native, *self._flags[:, layer_idx : layer_idx + 1])
+            for layer_idx in range(spec.num_layers)
+        ]
+        for layer_idx, script in enumerate(self._layers):
             k, v = pool.layer(layer_idx)
             k_scales, v_scales = pool.scales(layer_idx)
-            self._script.add_layer(
-                self._q, k, v, scale=spec.head_dim**-0.5, k_scales=k_scales, v_scales=v_scales, out=self._out,
-                lse=self._lse,
-            )  # fmt: skip
+            for target in (self._script, script):
+                target.add_layer(
+                    self._q, k, v, scale=spec.head_dim**-0.5, k_scales=k_scales, v_scales=v_scales, out=self._out,
+                    lse=self._lse,
+                )  # fmt: skip
+            if bounded is not None:
+                self._bound_layer(layer_idx, bounded, is_cuda=is_cuda)
+
+    def _bound_layer(self, layer_idx: int, bounded: BoundedScan, *, is_cuda: bool) -> None:
+        """Add the keys that are scanned; what the accelerator saw of its own is known once `show_near` has run."""
+        if layer_idx == 0:
+            self.figures = bounded.new_figures(len(self._q))
+            self._near_lse = torch.empty(self._lse.shape, pin_memory=is_cuda)
+            self.out_norms = torch.zeros(bounded.spec.num_layers, *self._lse.shape, pin_memory=is_cuda)
+            self._near_lse_there = view_on_gpu(self._near_lse) if is_cuda else self._near_lse
+            self._out_norms_there = view_on_gpu(self.out_norms) if is_cuda else self.out_norms
+        layer = bounded.copies[Tier.DRAM].layer(layer_idx)
+        arrays = make_arrays(
+            self._q, layer, scale=bounded.spec.head_dim**-0.5, max_mass=bounded.max_mass, near=(self._out, self._lse),
+            out=self._out, lse=self._lse, figures=self.figures[layer_idx], other_lse=self._near_lse,
+        )  # fmt: skip
+        for script in (self._script, self._layers[layer_idx]):
+            script.bound_layer(bounded.native.native, arrays, layer, self.figures, self._near_lse, bounded)
+
+    def scan(self, batches: Sequence[KeyBatch]) -> None:
+        """Name the keys of each layer that the bounded op reads in the next steps."""
+        self._scanned = batches
+
+    def show_near(self, layer_idx: int, lse: Tensor) -> None:
+        """Launch: tell the bounded op how much of the softmax the accelerator's own keys hold, [B, Hq] fp32."""
+        torch.add(lse, 0, out=self._near_lse_there)
+        self.mark_streamed(layer_idx)
+
+    def show_answers(self, outs: Sequence[Tensor]) -> None:
+        """Launch: keep how long the whole answers [B, Hq, D] of the layers are: errors are measured by it."""
+        self._out_norms_there.copy_(torch.stack(list(outs)).float().norm(dim=-1))
 
     def send(self, layer_idx: int, q: Tensor) -> None:
         """Launch: bring rotated queries [B, Hq, D] to the CPU lane."""
@@ -106,7 +156,7 @@ class Handover:
         num_layers = self._flags.shape[1]
         num_answered = 0
         try:
-            num_answered, self.num_last = self._script.run(batches, limit_s=WAIT_LIMIT_S)
+            num_answered, self.num_last = self._script.run(batches, limit_s=WAIT_LIMIT_S, scanned=self._scanned)
         finally:
             if num_answered < num_layers:
                 self._host_flags[1, :, 0] = 1
@@ -115,36 +165,34 @@ class Handover:
                 f"the accelerator sent no queries of layer {num_answered} to the CPU lane within {WAIT_LIMIT_S:.0f} s"
             )
 
+    def answer_layer(self, layer_idx: int, batch: KeyBatch) -> None:
+        """Do the CPU lane's part of one layer: between them the caller does other things. `num_last` stays as it was.
+
+        Raises:
+            LaneError: the queries did not come in time.
+        """
+        num_answered, _ = self._layers[layer_idx].run(
+            [batch], limit_s=WAIT_LIMIT_S, scanned=self._scanned[layer_idx : layer_idx + 1]
+        )
+        if num_answered < 1:
+            raise LaneError(
+                f"the accelerator sent no queries of layer {layer_idx} to the CPU lane within {WAIT_LIMIT_S:.0f} s"
+            )
+
+    def release(self) -> None:
+        """End all waits: what was not launched will never ask, and what is not answered gives something worthless."""
+        self._host_flags[:2, :, 0] = 1
+
     def answer_alone(self, batches: Sequence[KeyBatch]) -> None:
         """Do the CPU lane's part with the queries that are there; nothing else may be under way."""
         self.reset()
-        self._host_flags[0, :, 0] = 1
+        self._host_flags[::2, :, 0] = 1  # asked, and what the accelerator saw of its own is known
         self.answer(batches)
 
-    @contextmanager
-    def answering(self, batches: Sequence[KeyBatch]) -> Iterator[None]:
+    def answering(self, batches: Sequence[KeyBatch]) -> AbstractContextManager[None]:
         """Do the CPU lane's part in a thread of its own while the caller launches the step.
 
         Raises:
             LaneError: see `answer`.
         """
-        failures: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                self.answer(batches)
-            except BaseException as error:  # handed to the caller, below
-                failures.append(error)
-
-        thread = threading.Thread(target=work, name="ambidex-cpu-lane")
-        thread.start()
-        try:
-            yield
-        except BaseException:
-            self._host_flags[0, :, 0] = 1  # what was not launched will never ask: the CPU lane need not wait for it
-            raise
-        finally:
-            self.mark_launched()
-            thread.join()
-        if failures:
-            raise failures[0]
+        return beside(lambda: self.answer(batches), release=self.release, mark_launched=self.mark_launched)

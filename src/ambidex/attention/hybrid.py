@@ -18,12 +18,17 @@ class HybridAttention:
         paged: the accelerator's keys, the new ones among them.
         handover: the way to the CPU lane.
         streamed: the stream lane; None: the CPU lane has all keys in DRAM.
+        is_bounded: the CPU lane leaves out keys, by what the accelerator's own keys leave to the others.
     """
 
-    def __init__(self, paged: PagedAttention, handover: Handover, streamed: StreamedAttention | None) -> None:
+    def __init__(
+        self, paged: PagedAttention, handover: Handover, streamed: StreamedAttention | None, *, is_bounded: bool = False
+    ) -> None:
         self._paged = paged
         self._handover = handover
         self._streamed = streamed
+        self._is_bounded = is_bounded
+        self._outs: list[Tensor] = []
 
     def attend(
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, angles: tuple[Tensor, Tensor] | None = None
@@ -44,4 +49,14 @@ class HybridAttention:
         if self._streamed is not None:
             state = merge(state, self._streamed.attend(layer_idx, q))
             self._handover.mark_streamed(layer_idx)
-        return merge(state, self._handover.receive(layer_idx)).out.to(q.dtype)
+        if self._is_bounded:
+            self._handover.show_near(layer_idx, state.lse)
+        out = merge(state, self._handover.receive(layer_idx)).out
+        if self._is_bounded:
+            self._outs.append(out)
+        return out.to(q.dtype)
+
+    def end(self) -> None:
+        """Launch what follows the last layer."""
+        if self._is_bounded:
+            self._handover.show_answers(self._outs)

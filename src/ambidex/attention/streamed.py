@@ -66,12 +66,14 @@ class LaneBalance:
         self._step = _FIRST_STEP
         self._direction = 0
 
-    def update(self, cpu_last: float) -> float:
+    def update(self, cpu_last: float, achieved: float) -> float:
         """The share for the next step.
 
         Args:
             cpu_last: share of the last step's layers in which the CPU lane ended last.
+            achieved: share that the stream lane really took: less than was asked for where its buffer is full.
         """
+        self.share = max(min(self.share, achieved * (1 + self._step)), _LEAST_SHARE)
         direction = 1 if cpu_last > 0.5 else -1
         if direction == -self._direction:
             self._step = max(self._step / 2, _LAST_STEP)

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ambidex.attention.bounded_scan import BoundedScan
 from ambidex.attention.contexts import Context
 from ambidex.attention.state import AttentionState, merge
 from ambidex.core.ids import Tier
@@ -31,10 +32,17 @@ class TiledInputs:
         windows: distinct sliding windows of the layers, None for full attention.
         block_size: tokens of a block.
         tiers: those that have blocks.
+        bounded: the bounded policy; None: all keys are attended.
     """
 
     def __init__(
-        self, num_rows: int, *, windows: Collection[int | None], block_size: int, tiers: Collection[Tier]
+        self,
+        num_rows: int,
+        *,
+        windows: Collection[int | None],
+        block_size: int,
+        tiers: Collection[Tier],
+        bounded: BoundedScan | None = None,
     ) -> None:
         self.num_rows = num_rows
         self.windows = tuple(windows)
@@ -50,6 +58,14 @@ class TiledInputs:
             for tier in tiers
             for window in self.windows
         }
+        self.bounded = bounded
+        scanned_tiers = bounded.copies if bounded is not None else ()
+        self.scanned = {tier: KeyBatch(*map(torch.from_numpy, no_key), block_size=block_size) for tier in scanned_tiers}
+        """Keys that the bounded op reads."""
+        self.figures = {tier: bounded.new_figures(num_rows) for tier in scanned_tiers} if bounded is not None else {}
+        """What it left out in the last step, [L, B, Hq, NUM_FIGURES]."""
+        self.num_scanned: dict[Tier, int] = {}
+        """Keys of `scanned`, all requests together."""
         self.num_keys: dict[int | None, dict[Tier, int]] = {}
         """Keys that the step's attention reads under each window, all requests together."""
 
@@ -71,21 +87,29 @@ class TiledInputs:
             ids = np.array([block.block_id for block in last], np.int64)
             slots.numpy()[:] = np.where(is_here, ids * self.block_size + positions % self.block_size, -1)
         self.num_keys = {window: {} for window in self.windows}
+        num_scanned: Mapping[Tier, Sequence[int]] = {}
+        if self.bounded is not None:
+            num_scanned = self.bounded.prepare(contexts, last)
+            for tier, batch in self.scanned.items():
+                self.num_scanned[tier] = self._assign_scanned(batch, tier, num_scanned[tier], contexts)
         for (tier, window), batch in self.keys.items():
-            self.num_keys[window][tier] = self._assign(batch, tier, window, last, contexts, positions)
+            first = num_scanned.get(tier) or [0] * self.num_rows
+            self.num_keys[window][tier] = self._assign(batch, tier, window, first, last, contexts, positions)
 
     def _assign(
         self,
         batch: KeyBatch,
         tier: Tier,
         window: int | None,
+        first: Sequence[int],
         last: Sequence[BlockRef],
         contexts: Sequence[Context],
         positions: NDArray[np.int64],
     ) -> int:
-        """Name the keys of a tier under a window; returns how many they are."""
+        """Name the keys of a tier under a window, behind the `first` blocks of each; returns how many they are."""
         blocks = [context.tiers[tier] for context in contexts]
-        num_stored = np.array([item.num for item in blocks], np.int64) * self.block_size
+        counts = np.array([item.num for item in blocks], np.int64) - np.array(first, np.int64)
+        num_stored = counts * self.block_size
         # Rows of the newest block behind the new token were never stored.
         is_newest = np.array([block.tier is tier for block in last])
         num_stored -= np.where(is_newest, self.block_size - 1 - positions % self.block_size, 0)
@@ -97,9 +121,22 @@ class TiledInputs:
             ]
         num_keys = np.maximum(num_stored - hidden, 0)
         first_key = np.where(num_keys > 0, hidden, 0)
-        offsets = np.cumsum([0, *(item.num for item in blocks)], dtype=np.int64)
-        ids = np.concatenate([item.ids[: item.num] for item in blocks])
+        offsets = np.cumsum([0, *counts], dtype=np.int64)
+        ids = np.concatenate([item.ids[begin : item.num] for item, begin in zip(blocks, first, strict=True)])
         batch.assign(ids, offsets, first_key, num_keys, self._row_offsets)
+        return int(num_keys.sum())
+
+    def _assign_scanned(
+        self, batch: KeyBatch, tier: Tier, num_scanned: Sequence[int], contexts: Sequence[Context]
+    ) -> int:
+        """Name the first blocks of each request on a tier; returns how many keys they have."""
+        counts = np.array(num_scanned, np.int64)
+        ids = np.concatenate(
+            [context.tiers[tier].ids[:num] for context, num in zip(contexts, num_scanned, strict=True)]
+        )
+        offsets = np.cumsum([0, *counts], dtype=np.int64)
+        num_keys = counts * self.block_size
+        batch.assign(ids, offsets, np.zeros_like(num_keys), num_keys, self._row_offsets)
         return int(num_keys.sum())
 
 
@@ -148,7 +185,24 @@ class TiledAttention:
         joined = states[0]
         for state in states[1:]:
             joined = merge(joined, state)
+        if self._inputs.bounded is not None:
+            joined = self._attend_scanned(self._inputs.bounded, layer_idx, q, joined)
         return joined.out
+
+    def _attend_scanned(self, bounded: BoundedScan, layer_idx: int, q: Tensor, near: AttentionState) -> AttentionState:
+        """Bounded attention over each tier in turn, what came before being known already."""
+        for tier in self._pools:
+            out, lse, _ = bounded.native.attend_bounded(
+                q,
+                bounded.copies[tier].layer(layer_idx),
+                self._inputs.scanned[tier],
+                scale=self._scale,
+                max_mass=bounded.max_mass / len(self._pools),
+                near=(near.out, near.lse),
+                figures=self._inputs.figures[tier][layer_idx],
+            )
+            near = AttentionState(out, lse)
+        return near
 
 
 def _parts(

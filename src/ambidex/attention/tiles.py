@@ -11,6 +11,7 @@ from torch import Tensor
 from ambidex.attention.metadata import OldKeys
 from ambidex.attention.parts import PartAttention
 from ambidex.attention.state import AttentionState, empty
+from ambidex.core.errors import InternalError
 from ambidex.kernels.cpu.native import KeyBatch
 from ambidex.storage.tiled_pool import TiledKVPool
 
@@ -29,19 +30,22 @@ class TileReader:
 
     def prepare(self, parts: Sequence[OldKeys], num_tokens: int) -> "PreparedTiles":
         few = [part for part in parts if self._is_native(part)]
+        batch = None
+        if few:
+            batch = _key_batch(few, num_tokens, self._pool.spec.block_size)
+            if self._attention.slopes is not None:
+                _set_positions(batch, few, num_tokens, self._pool.spec.block_size)
         return PreparedTiles(
             pool=self._pool,
             attention=self._attention,
-            batch=_key_batch(few, num_tokens, self._pool.spec.block_size) if few else None,
+            batch=batch,
             matrices=tuple(part for part in parts if not self._is_native(part)),
         )
 
-    def _is_native(self, part: OldKeys) -> bool:
-        """NOTE: the native op knows no slopes: keys of such models are copied out, which costs their decode steps."""
-        if self._attention.slopes is not None or part.mask is not None:
-            return False
+    @staticmethod
+    def _is_native(part: OldKeys) -> bool:
         num_queries: int = part.rows.stop - part.rows.start
-        return num_queries <= MAX_NATIVE_QUERIES
+        return part.mask is None and num_queries <= MAX_NATIVE_QUERIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +78,14 @@ class PreparedTiles:
         k, v = self.pool.layer(layer_idx)
         k_scales, v_scales = self.pool.scales(layer_idx)
         out, lse = self.pool.native.attend_blocks(
-            q.contiguous(), k, v, self.batch, scale=self.attention.scale, k_scales=k_scales, v_scales=v_scales
+            q.contiguous(),
+            k,
+            v,
+            self.batch,
+            scale=self.attention.scale,
+            k_scales=k_scales,
+            v_scales=v_scales,
+            slopes=self.attention.slopes,
         )
         return AttentionState(out, lse)
 
@@ -105,3 +116,16 @@ def _key_batch(parts: Sequence[OldKeys], num_tokens: int, block_size: int) -> Ke
         torch.tensor(rows),
         block_size=block_size,
     )
+
+
+def _set_positions(batch: KeyBatch, parts: Sequence[OldKeys], num_tokens: int, block_size: int) -> None:
+    """Tell the batch where its blocks and queries stand."""
+    of_blocks, of_rows = [], torch.zeros(num_tokens, dtype=torch.int64)
+    for part in parts:
+        if part.query_positions is None or part.key_positions is None:
+            raise InternalError("attention with slopes is handed keys without positions")
+        firsts = torch.arange(len(part.block_ids)) * block_size - part.keys.start  # of each block, among visible keys
+        seen = firsts.clamp(min=0)
+        of_blocks.append(part.key_positions[seen] - (seen - firsts))
+        of_rows[part.rows] = part.query_positions
+    batch.set_positions(torch.cat(of_blocks), of_rows)

@@ -12,6 +12,7 @@ import torch
 from ambidex.core.dtypes import DType
 from ambidex.core.ids import Lane
 from ambidex.core.model_spec import ModelSpec
+from ambidex.cost.terms import visible_pairs
 from ambidex.layers.embedding import Embedding
 from ambidex.layers.linear import Linear
 from ambidex.models.quantized import count_weights_bytes, find_kept
@@ -118,13 +119,6 @@ def prefill_flops(spec: ModelSpec, weights: StepWeights, *, num_tokens: int) -> 
     pairs = sum(visible_pairs(num_tokens, window) for window in spec.windows)
     attention = 4 * spec.num_q_heads * spec.head_dim * pairs
     return 2 * weights.num_params * num_tokens + 2 * weights.num_output_params + attention
-
-
-def visible_pairs(num_tokens: int, window: int | None) -> int:
-    """Pairs of a query and a key that it sees, in a causal context of so many tokens."""
-    if window is None or window >= num_tokens:
-        return num_tokens * (num_tokens + 1) // 2
-    return window * (window + 1) // 2 + (num_tokens - window) * window
 
 
 def prefill_floor(flops: int, weights: StepWeights, *, num_steps: int, flops_per_s: float, bytes_per_s: float) -> float:

@@ -1,15 +1,16 @@
 """What memories and links deliver: DRAM by number of threads, GPU memory, and copies between the two."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from ambidex.bench.figures import Quantiles, measure_seconds
+from ambidex.bench.figures import Quantiles
 from ambidex.bench.floor import Rates
 from ambidex.bench.memory_rate import gpu_read_rate, native_read_rate, probe_bytes, read_bandwidth
+from ambidex.calibrate.copies import copy_rate, copy_seconds, thread_counts
 from ambidex.core.errors import MachineError
 from ambidex.core.units import KIB, MIB, format_size
 from ambidex.hw.topology import read_topology
@@ -21,7 +22,6 @@ LARGE_COPY_BYTES: Final = 256 * MIB
 """Of a copy whose rate is the link's: its fixed cost, some 10 µs, is below 1 % at 64 GB/s."""
 SMALL_COPY_BYTES: Final = (4 * KIB, 64 * KIB, MIB, 16 * MIB)
 """From the query of one layer to a block of KV."""
-NUM_COPIES: Final = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,12 +121,6 @@ def measure_rates(device: torch.device, *, num_threads: int) -> Links:
     return Links(dram_bytes=probe_bytes(), dram_read=dram_read, gpu_read=gpu_read_rate(device), copies=copies)
 
 
-def thread_counts(most: int) -> Sequence[int]:
-    """1, 2, 4, … below `most`, and `most`."""
-    powers = [1 << exponent for exponent in range(most.bit_length()) if 1 << exponent < most]
-    return [*powers, most]
-
-
 def dram_read_rate(num_threads: int) -> Quantiles:
     """Bytes/s at which so many threads read DRAM: native ones, and torch's where there is no compiled module."""
     if has_native():
@@ -141,30 +135,6 @@ def has_native() -> bool:
     except MachineError:
         return False
     return True
-
-
-def copy_rate(device: torch.device, *, memory: str, way: str, num_bytes: int) -> Quantiles:
-    """Bytes/s of copies between a GPU and host memory; see `copy_seconds`."""
-    return Quantiles.of([num_bytes / s for s in copy_seconds(device, memory=memory, way=way, num_bytes=num_bytes)])
-
-
-def copy_seconds(device: torch.device, *, memory: str, way: str, num_bytes: int) -> list[float]:
-    """Wall seconds of each of `NUM_COPIES` copies, from the call to the end of the copy, after two not counted.
-
-    Args:
-        memory: `pinned` or `pageable` memory of the host.
-        way: `to_gpu` or `from_gpu`.
-    """
-    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=memory == "pinned").fill_(1)
-    on_gpu = torch.ones(num_bytes, dtype=torch.uint8, device=device)
-    target, source = (on_gpu, host) if way == "to_gpu" else (host, on_gpu)
-
-    def copy() -> None:
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize(device)
-
-    copy()
-    return measure_seconds(copy, num_warmups=1, num_runs=NUM_COPIES)
 
 
 def _make_buffer() -> Tensor:

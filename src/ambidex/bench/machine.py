@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Final
 
 from ambidex.hw.memory import read_memory
-from ambidex.hw.topology import read_topology
+from ambidex.hw.topology import last_level_cache_bytes, read_topology
+
+__all__ = [
+    "PACKAGES",
+    "describe_cpu",
+    "environment",
+    "gpu_name",
+    "last_level_cache_bytes",
+    "machine",
+    "package_version",
+]
 
 PACKAGES: Final = ("ambidex", "torch", "triton", "numpy")
 """What computes here."""
@@ -83,12 +93,6 @@ def package_version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def last_level_cache_bytes() -> int:
-    """Largest cache that the operating system names for core 0, in bytes; 0 if it names none."""
-    sizes = [p.read_text().strip() for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
-    return max((int(size.removesuffix("K")) * 1024 for size in sizes), default=0)
 
 
 def _is_tracked() -> bool:

@@ -2,44 +2,20 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from ambidex.cli.compare import CompareCommand
+from ambidex.cli.lists import MAX_COUNT, CountList
 from ambidex.cli.session import SettingsCommand
 from ambidex.cli.settings import ENGINE_SETTINGS, VerbOption
 from ambidex.cli.show import loading_bar, print_table, print_text, say
-from ambidex.core.errors import ConfigError
-from ambidex.core.units import format_size, parse_size
+from ambidex.core.units import format_size
 
 if TYPE_CHECKING:
     from ambidex.bench.memory_use import MemoryUse
     from ambidex.bench.run import Finished
-
-MAX_COUNT: Final = 1 << 40
-"""Of tokens, requests and steps: far above any machine, far below what a number of 64 bits holds."""
-
-
-class CountList(click.ParamType):  # type: ignore[type-arg]  # generic only in newer versions of click
-    """`512,2K`: numbers of at least 1, K and M for 1024 and 1024²."""
-
-    name = "list"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Read the numbers; each counts once, in the given order.
-
-        Raises:
-            click.UsageError: a word is no such number.
-        """
-        if isinstance(value, tuple):
-            return value
-        try:
-            counts = tuple(dict.fromkeys(parse_size(word) for word in value.split(",")))
-        except ConfigError:
-            counts = ()
-        if not counts or not 1 <= min(counts) <= max(counts) <= MAX_COUNT:
-            self.fail(f"{value[:60]!r} is no list of numbers from 1, such as 512,2K", param, ctx)
-        return counts
 
 
 class BenchGroup(click.Group):
@@ -53,7 +29,7 @@ class BenchGroup(click.Group):
             short_help="Measure this machine, and the engine against it.",
             help="Measure memories and links, or the engine with a model and settings of your own, beside the floor "
             "that the machine's measured rates allow (docs/bench.md). Best on a machine that does nothing else.",
-            commands=[LinksCommand(), DecodeCommand(), PrefillCommand()],
+            commands=[LinksCommand(), DecodeCommand(), PrefillCommand(), CompareCommand()],
         )
 
 

@@ -17,12 +17,14 @@ import click
 
 from ambidex.cli.bench import BenchGroup
 from ambidex.cli.cache import CacheGroup
+from ambidex.cli.calibrate import CalibrateCommand
 from ambidex.cli.chat import ChatCommand
 from ambidex.cli.config_file import closest
 from ambidex.cli.doctor import DoctorCommand
 from ambidex.cli.eval import EvalGroup
 from ambidex.cli.generate import GenerateCommand
 from ambidex.cli.models import ModelsCommand
+from ambidex.cli.plan import PlanCommand
 from ambidex.cli.serve import ServeCommand
 from ambidex.cli.services import Services, package_version
 from ambidex.cli.settings import VerbOption, as_flags
@@ -58,7 +60,7 @@ class AmbidexCommand(click.Group):
             ],
             commands=[
                 GenerateCommand(), ChatCommand(), ServeCommand(), CacheGroup(), BenchGroup(), EvalGroup(),
-                ModelsCommand(), DoctorCommand(),
+                CalibrateCommand(), PlanCommand(), ModelsCommand(), DoctorCommand(),
             ],
         )  # fmt: skip
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ambidex.engine.outputs import RequestOutput
     from ambidex.engine.report import EngineReport
     from ambidex.engine.stats import EngineStats
+    from ambidex.hw.profile import Machine
     from ambidex.server.config import ServerConfig
 
 Progress = Callable[[int, int], None]
@@ -30,6 +31,9 @@ class LLMService(Protocol):
 
     def stats(self) -> "EngineStats":
         """Counters."""
+
+    def compare_decode(self) -> tuple[float, float] | None:
+        """Seconds of a decode step, predicted and measured, or None."""
 
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
@@ -79,6 +83,16 @@ def describe_gpus() -> Sequence[Any]:
     return describe_gpus()
 
 
+def describe_machine() -> "Machine":
+    """What a profile of this machine belongs to; imported here for the same reason."""
+    from ambidex.hw.profile import Machine
+    from ambidex.hw.topology import read_topology
+    from ambidex.runner.device import describe_gpus
+
+    topology, gpus = read_topology(), describe_gpus()
+    return Machine(cpu=topology.cpu_model, cores=topology.num_usable_cores, gpu=gpus[0].name if gpus else None)
+
+
 def native_isa() -> str:
     """The instruction set of the native module.
 
@@ -105,6 +119,7 @@ class Services:
     make_llm: Callable[[EngineConfig, Progress | None], LLMService] = make_llm
     serve: Callable[["ServerConfig", EngineConfig], None] = run_server
     describe_gpus: Callable[[], Sequence[Any]] = describe_gpus
+    describe_machine: Callable[[], "Machine"] = describe_machine
     native_isa: Callable[[], str] = native_isa
     package_version: Callable[[str], str | None] = package_version
     root: Path = field(default=Path("/"))

@@ -94,13 +94,22 @@ def open_llm(services: Services, chosen: ChosenSettings, *, verbose: bool) -> It
             print_table(("section", "name", "value", "source"), [*chosen.rows, *obtained], err=True)
         yield llm
         if verbose:
-            print_table(("statistics", ""), stats_rows(llm.stats()), err=True)
+            print_table(("statistics", ""), [*stats_rows(llm.stats()), *_compared(llm)], err=True)
     except KeyboardInterrupt:
         raise  # the engine may stand in the middle of a step: leave it as it is, the program ends
     except BaseException:
         llm.close()
         raise
     llm.close()
+
+
+def _compared(llm: LLMService) -> list[tuple[str, str]]:
+    """What steps should have taken and took, where that was predicted."""
+    seconds = llm.compare_decode()
+    if seconds is None:
+        return []
+    predicted, measured = (1e3 * value for value in seconds)
+    return [("decode step", f"{predicted:.2f} ms predicted, {measured:.2f} ms measured")]
 
 
 def _section(owner: Owner) -> str:

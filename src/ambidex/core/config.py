@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from ambidex.core.errors import ConfigError
-from ambidex.core.policy import BoundedScores, H2OForm, HybridGenMode, PolicyName, resolve_policy
+from ambidex.core.policy import BoundedScores, H2OForm, HybridGenFeedback, HybridGenMode, PolicyName, resolve_policy
 from ambidex.core.units import format_count, parse_size
 
 
@@ -121,6 +121,17 @@ class EngineConfig:
         "budget of the accelerator tier (weights, workspace, KV); default: 90 % of the free memory",
         unit="bytes",
     )  # fmt: skip
+    weights_gpu_memory: int | None = setting(
+        None, SettingKind.SIZE,
+        "memory of the accelerator tier for weights; the rest lies in DRAM, where the CPU multiplies one part and the "
+        "accelerator reads the other over the link; default: what gpu-memory leaves beside workspace and some KV",
+        unit="bytes",
+    )  # fmt: skip
+    placement: str | None = setting(
+        None, SettingKind.TEXT,
+        "JSON file that says which share of each layer's weights lies where, in place of weights-gpu-memory; auto: as "
+        "the cost model finds it fastest on this machine, which `ambidex calibrate` has measured",
+    )  # fmt: skip
     kv_gpu_tokens: int | None = setting(
         None, SettingKind.INT,
         "tokens of KV on the accelerator tier, rounded up to blocks; default: what gpu-memory leaves",
@@ -128,7 +139,8 @@ class EngineConfig:
     )  # fmt: skip
     dram_memory: int | None = setting(
         None, SettingKind.SIZE,
-        "budget of the DRAM tier for KV; default: 45 % of the free memory, at most what is used",
+        "budget of the DRAM tier (weights that do not lie on a GPU, KV); default: the weights and 45 % of the free "
+        "memory, at most what is used",
         unit="bytes",
     )  # fmt: skip
     prefix_cache_percent: int | None = setting(
@@ -203,6 +215,15 @@ class EngineConfig:
     hybridgen_mode: HybridGenMode = setting(
         HybridGenMode.AUTO, SettingKind.CHOICE, "select after all scores, or by a predictor; auto: post"
     )
+    hybridgen_feedback: HybridGenFeedback = setting(
+        HybridGenFeedback.AUTO, SettingKind.CHOICE,
+        "what hybridgen changes by measured stage times: mode; full: the number of selected keys, then the mode; auto: "
+        "off",
+    )  # fmt: skip
+    min_selected_tokens: int | None = setting(
+        None, SettingKind.INT, "keys that hybridgen's feedback leaves selected at least; default: 64",
+        unit="tokens", low=2,
+    )  # fmt: skip
     near_tokens: int | None = setting(
         None, SettingKind.INT, "newest keys that hybridgen always attends, with true scores; default: 64",
         unit="tokens", low=0,
@@ -213,7 +234,8 @@ class EngineConfig:
     )  # fmt: skip
     bounded_scores: BoundedScores = setting(
         BoundedScores.AUTO, SettingKind.CHOICE,
-        "what bounded chooses by: K itself, or an 8-bit copy of it and its error; auto: exact",
+        "what bounded chooses by: scan is the native op, 8-bit scores and their error; exact (K itself) and int8 are "
+        "the reference form; auto: scan, or exact where it cannot be had",
     )  # fmt: skip
     num_threads: int | None = setting(
         None,
@@ -268,6 +290,8 @@ class EngineConfig:
         if not self.model:
             raise ConfigError("no model is named: give a folder, a .gguf file, a Hub id or smollm2")
         resolve_policy(self)
+        if self.placement is not None and self.weights_gpu_memory is not None:
+            raise ConfigError("`placement` and `weights_gpu_memory` both say where weights lie: leave one of them out")
         if self.policy is not PolicyName.EXACT and self.prefix_cache_percent:
             raise ConfigError(
                 f"`prefix_cache_percent` is {self.prefix_cache_percent}: policy {self.policy} must see every prompt as "

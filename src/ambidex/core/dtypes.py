@@ -1,6 +1,8 @@
 """Number formats of weights, activations and KV, without a tensor library."""
 
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import Final
 
 
 class DType(StrEnum):
@@ -20,3 +22,16 @@ class DType(StrEnum):
     def num_scale_bytes(self) -> int:
         """Bytes of the scale that goes with each row of numbers; 0 for floating formats."""
         return 4 if self is DType.INT8 else 0
+
+
+WEIGHT_BLOCKS: Final[Mapping[str, tuple[int, int]]] = {
+    **{dtype.value: (1, dtype.num_bytes) for dtype in (DType.FP32, DType.BF16, DType.FP16)},
+    "Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+}  # fmt: skip
+"""Formats of matrices: numbers of a block, and bytes of a block. Source of the quantised ones: ggml, ggml-common.h."""
+
+
+def weight_bytes(kind: str, num_numbers: int) -> int:
+    """Bytes of a matrix of so many numbers in one of `WEIGHT_BLOCKS`; a last block that is not full counts whole."""
+    block_len, block_bytes = WEIGHT_BLOCKS[kind]
+    return -(-num_numbers // block_len) * block_bytes

@@ -129,3 +129,12 @@ class StreamBuffers:
         rows = 2 * self.kv.num_kv_heads * self.kv.head_dim * self.number_bytes
         step = STEP_BUFFERS * self.step_blocks * self.kv.block_size * self.kv.bytes_per_token_layer
         return tokens * (STREAM_BUFFERS * self.kv.bytes_per_token_layer + rows) + step
+
+
+def scan_bytes_per_block(spec: KVSpec) -> int:
+    """Bytes that bounded attention keeps beside a block in tile order, all layers: two norms a head; and where K is not
+    int8 an 8-bit copy of it with a scale a row, and K row after row."""
+    row = 0
+    if spec.dtype is not DType.INT8:
+        row = spec.row_size * (DType.INT8.num_bytes + spec.dtype.num_bytes) + DType.INT8.num_scale_bytes
+    return spec.num_layers * spec.num_kv_heads * (spec.block_size * row + 2 * DType.FP32.num_bytes)

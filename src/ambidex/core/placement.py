@@ -59,3 +59,21 @@ class Placement:
             yield layer.attention
             yield layer.mlp
         yield self.head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSizes:
+    """Bytes of a model's weights by what a placement says about them."""
+
+    whole: int
+    """Embedding, norms, biases, and a last projection that is the table of tokens: never divided."""
+    attention: tuple[int, ...]
+    """Of each layer."""
+    mlp: tuple[int, ...]
+    head: int
+    """0 if it is part of `whole`."""
+
+    @property
+    def total(self) -> int:
+        """All weights."""
+        return self.whole + sum(self.attention) + sum(self.mlp) + self.head

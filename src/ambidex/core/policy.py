@@ -35,9 +35,12 @@ class H2OForm(StrEnum):
 
 
 class BoundedScores(StrEnum):
-    """What the rows to drop are chosen by. `auto`: exact. `int8`: scores over an 8-bit copy of K, with their error."""
+    """What rows to drop are chosen by. `scan`: the native op, scores over an 8-bit copy of K with their error.
+    `exact`, `int8`: the reference form in fp64, all of K or an 8-bit copy. `auto`: scan if it can be had, else exact.
+    """
 
     AUTO = "auto"
+    SCAN = "scan"
     EXACT = "exact"
     INT8 = "int8"
 
@@ -48,6 +51,16 @@ class HybridGenMode(StrEnum):
     AUTO = "auto"
     POST = "post"
     PRE = "pre"
+
+
+class HybridGenFeedback(StrEnum):
+    """What HybridGen's feedback may change. `off`: nothing, the mode is fixed. `mode`: the mode alone. `full`: the
+    number of selected keys, then the mode. `auto`: off."""
+
+    AUTO = "auto"
+    OFF = "off"
+    MODE = "mode"
+    FULL = "full"
 
 
 MIN_BUDGET: Final = 2
@@ -89,6 +102,8 @@ class PolicySettings:
     alpha: float | None = None
     partial_percent: int | None = None
     hybridgen_mode: HybridGenMode | None = None
+    hybridgen_feedback: HybridGenFeedback | None = None
+    min_selected_tokens: int | None = None
     near_tokens: int | None = None
     max_dropped_mass: float | None = None
     bounded_scores: BoundedScores | None = None
@@ -137,6 +152,10 @@ class PolicyOptions(Protocol):
     @property
     def hybridgen_mode(self) -> HybridGenMode: ...
     @property
+    def hybridgen_feedback(self) -> HybridGenFeedback: ...
+    @property
+    def min_selected_tokens(self) -> int | None: ...
+    @property
     def near_tokens(self) -> int | None: ...
     @property
     def seed(self) -> int: ...
@@ -151,13 +170,14 @@ Default = int | float | StrEnum | None
 _BUDGET_OPTIONS: Final = ("policy_tokens", "policy_percent")
 _OPTIONS: Final = (
     *_BUDGET_OPTIONS, "recent_percent", "sink_tokens", "h2o_form", "tau_start", "tau_end", "page_tokens",
-    "exact_layers", "alpha", "partial_percent", "hybridgen_mode", "near_tokens", "max_dropped_mass", "bounded_scores",
+    "exact_layers", "alpha", "partial_percent", "hybridgen_mode", "hybridgen_feedback", "min_selected_tokens",
+    "near_tokens", "max_dropped_mass", "bounded_scores",
 )  # fmt: skip
 
 DEFAULTS: Final[Mapping[PolicyName, Mapping[str, Default]]] = {
     PolicyName.EXACT: {},
     # design of this project: a dropped mass of 0.01 keeps about a sixth of the rows of a real model at 4K tokens
-    PolicyName.BOUNDED: {"max_dropped_mass": 0.01, "bounded_scores": BoundedScores.EXACT},
+    PolicyName.BOUNDED: {"max_dropped_mass": 0.01, "bounded_scores": BoundedScores.AUTO},
     # the class's defaults, 4 + 512 (mit-han-lab/streaming-llm)
     PolicyName.STREAMING_LLM: {"policy_tokens": 516, "policy_percent": None, "sink_tokens": 4},
     # the paper's 20 %, half and half (arXiv:2306.14048, section 5)
@@ -179,7 +199,7 @@ DEFAULTS: Final[Mapping[PolicyName, Mapping[str, Default]]] = {
     # not published: this project's (arXiv:2604.18529 gives no number of keys, window or predictor)
     PolicyName.HYBRIDGEN: {
         "policy_tokens": None, "policy_percent": 20, "near_tokens": 64, "partial_percent": 20, "exact_layers": 2,
-        "hybridgen_mode": HybridGenMode.POST,
+        "hybridgen_mode": HybridGenMode.POST, "hybridgen_feedback": HybridGenFeedback.OFF, "min_selected_tokens": 64,
     },
 }  # fmt: skip
 """The options that each policy has, with their defaults as published."""

@@ -6,6 +6,7 @@ from ambidex.core.errors import InternalError, RequestError
 from ambidex.core.ids import RequestId, Tier
 from ambidex.core.request import FinishReason, Request, SamplingParams
 from ambidex.core.step import SampledToken
+from ambidex.engine.auto_placement import Predict
 from ambidex.engine.core import EngineCore
 from ambidex.engine.outputs import AnswerText, RequestOutput
 from ambidex.engine.report import EngineFigures, EngineReport
@@ -21,6 +22,7 @@ class Engine:
     Args:
         kv_bytes, cached_bytes: bytes that requests hold on each tier now, and that are kept for others to come.
         kv_capacity, weights_bytes: bytes of the KV pools and of the parameters on each tier.
+        predict_step: what a decode step should take; None: nobody has worked that out.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Engine:
         guides: GuideCompiler,
         kv_capacity: dict[Tier, int],
         weights_bytes: dict[Tier, int],
+        predict_step: Predict | None = None,
     ) -> None:
         self.core = core
         self.text = text
@@ -44,6 +47,7 @@ class Engine:
         self.kv_capacity = kv_capacity
         self.weights_bytes = weights_bytes
         self._kv_bytes = kv_bytes
+        self._predict_step = predict_step
         self._cached_bytes = cached_bytes
         self._live: dict[RequestId, tuple[Request, AnswerText]] = {}
 
@@ -52,6 +56,18 @@ class Engine:
         """Counters since the engine was built."""
         self.core.stats.record_kv(self._kv_bytes(), self._cached_bytes())
         return self.core.stats
+
+    def compare_decode(self) -> tuple[float, float] | None:
+        """Seconds of a decode step, predicted for the mean batch and context so far, and measured in the mean.
+
+        None: no decode step has run, or nobody predicts.
+        """
+        stats = self.core.stats
+        if self._predict_step is None or not stats.num_decode_tokens or not stats.num_decode_steps:
+            return None
+        batch = round(stats.num_decode_tokens / stats.num_decode_steps)
+        predicted = self._predict_step(batch, round(stats.num_decode_keys / stats.num_decode_tokens))
+        return None if predicted is None else (predicted, stats.decode_seconds / stats.num_decode_steps)
 
     @property
     def has_work(self) -> bool:

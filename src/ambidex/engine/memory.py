@@ -10,7 +10,8 @@ from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVSpec, StreamBuffers
 from ambidex.core.ledger import MemoryLedger
 from ambidex.core.model_spec import ModelSpec
-from ambidex.core.units import MIB, format_size
+from ambidex.core.units import format_size
+from ambidex.cost.workspace import STEP_STREAM_SHARE, graph_bytes, workspace_bytes
 
 DEFAULT_SHARE_OF_FREE_GPU = 0.9
 """Of the free memory of a GPU; the rest is left to the driver, the context and fragmentation."""
@@ -18,13 +19,6 @@ DEFAULT_SHARE_OF_FREE_DRAM = 0.45
 """Of the free memory of the machine, for each of the two tiers when both lie in DRAM."""
 DEFAULT_CONTEXTS = 8
 """Full contexts for which a tier gets KV blocks when its budget is not named: more are rarely full at once."""
-
-
-STEP_STREAM_SHARE = 0.05
-"""Of the accelerator's budget, at most, for keys that decode steps bring from DRAM: two layers' share of them."""
-BYTES_PER_GRAPH = 16 * MIB
-"""What a captured step takes besides its tensors: the driver's nodes, some hundred launches of a few KiB each, and the
-rounding of the allocator's segments. An allowance, not a measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +32,29 @@ class FreeMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightBytes:
+    """What weights take: on the accelerator, in DRAM, and on the accelerator for those on their way from there."""
+
+    on_gpu: int
+    in_dram: int = 0
+    ring: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedBytes:
+    """What the accelerator's budget pays before weights and KV."""
+
+    workspace: int
+    graphs: int
+    streamed: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.workspace + self.graphs + self.streamed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Blocks of each tier, the context limit that they allow, and the ledger that holds every byte of it."""
 
@@ -47,47 +64,45 @@ class MemoryPlan:
     ledger: MemoryLedger
 
 
-def workspace_bytes(spec: ModelSpec, *, max_tokens: int, max_rows: int, max_context_len: int, num_bytes: int) -> int:
-    """Bytes of activations that live at once, at most, in one step.
-
-    Args:
-        max_tokens: tokens of a step.
-        max_rows: rows of logits of a step (running requests).
-        num_bytes: bytes of a number in the compute format.
-    Formula: hidden states, residual, q, k, v and attention outputs in fp32 while states merge, gate, up and their
-    product; logits and their sorted fp64 copy; K and V of one request and layer, gathered.
-    """
-    logits = max_rows * spec.vocab_size * (4 + 4 + 8 * 4)
-    gathered = 2 * 2 * max_context_len * spec.num_kv_heads * spec.head_dim * num_bytes
-    return max_tokens * _activation_bytes(spec, num_bytes) + logits + gathered
-
-
-def graph_bytes(spec: ModelSpec, buckets: Sequence[int], *, num_bytes: int) -> int:
-    """Bytes that decode steps captured as graphs hold besides the workspace; 0 without buckets.
-
-    Args:
-        buckets: numbers of rows of the steps, ascending.
-        num_bytes: bytes of a number in the compute format.
-    Formula: activations of the largest step, whose memory the smaller ones share, its logits in the compute format,
-    twice in fp32, and an allowance for each graph.
-    """
-    if not buckets:
-        return 0
-    logits = spec.vocab_size * (num_bytes + 2 * 4)
-    return buckets[-1] * (_activation_bytes(spec, num_bytes) + logits) + len(buckets) * BYTES_PER_GRAPH
-
-
-def _activation_bytes(spec: ModelSpec, num_bytes: int) -> int:
-    """Of one token."""
-    per_token = 4 * spec.hidden_size + 3 * spec.intermediate_size + 3 * spec.num_q_heads * spec.head_dim
-    attention = 3 * 4 * spec.num_q_heads * spec.head_dim
-    return per_token * num_bytes + attention
-
-
 def step_stream_bytes(config: EngineConfig, free: FreeMemory) -> int:
     """Bytes of the accelerator that decode steps may take for keys on their way from DRAM."""
     budget = config.gpu_memory if config.gpu_memory is not None else int(free.accelerator * DEFAULT_SHARE_OF_FREE_GPU)
     return int(budget * STEP_STREAM_SHARE)
+
+
+def fixed_bytes(
+    config: EngineConfig,
+    spec: ModelSpec,
+    *,
+    activations: DType,
+    graph_buckets: Sequence[int] = (),
+    stream: StreamBuffers | None = None,
+) -> FixedBytes:
+    """What the accelerator's budget pays before weights and KV.
+
+    Args:
+        activations: the format that is computed in.
+        graph_buckets: rows of the decode steps that are captured as graphs; empty: none are.
+        stream: buffers of the stream lane; None: there is none.
+    """
+    workspace = workspace_bytes(
+        spec,
+        max_tokens=config.max_tokens_per_step,
+        max_rows=min(config.max_running_requests, config.max_tokens_per_step),
+        max_context_len=_wanted_context_len(config, spec),
+        num_bytes=activations.num_bytes,
+    )
+    return FixedBytes(
+        workspace=workspace,
+        graphs=graph_bytes(spec, graph_buckets, num_bytes=activations.num_bytes),
+        streamed=stream.num_bytes if stream is not None else 0,
+    )
+
+
+def find_gpu_budget(config: EngineConfig, free: FreeMemory) -> int:
+    """Bytes of the accelerator's budget, if nothing needs more of it."""
+    share = DEFAULT_SHARE_OF_FREE_DRAM if free.is_shared else DEFAULT_SHARE_OF_FREE_GPU
+    return config.gpu_memory if config.gpu_memory is not None else int(free.accelerator * share)
 
 
 def plan_memory(
@@ -95,68 +110,69 @@ def plan_memory(
     spec: ModelSpec,
     kv: Mapping[Tier, KVSpec],
     *,
-    activations: DType,
     free: FreeMemory,
-    weights_bytes: int,
-    graph_buckets: Sequence[int] = (),
-    stream: StreamBuffers | None = None,
+    weights: WeightBytes,
+    fixed: FixedBytes,
+    scan_bytes: Mapping[Tier, int] | None = None,
 ) -> MemoryPlan:
     """Divide the budgets.
 
     Args:
         kv: the KV cache as each tier keeps it, in blocks of one size.
-        activations: the format that is computed in.
-        weights_bytes: all parameters.
-        graph_buckets: rows of the decode steps that are captured as graphs; empty: none are.
-        stream: buffers of the stream lane; None: there is none.
+        scan_bytes: what bounded attention keeps beside each block of a tier; None: nothing.
     Raises:
         ConfigError: a budget is too small for the model; says what is needed.
     """
-    wanted_len = _wanted_context_len(config, spec)
-    workspace = workspace_bytes(
-        spec,
-        max_tokens=config.max_tokens_per_step,
-        max_rows=min(config.max_running_requests, config.max_tokens_per_step),
-        max_context_len=wanted_len,
-        num_bytes=activations.num_bytes,
-    )
-    graphs = graph_bytes(spec, graph_buckets, num_bytes=activations.num_bytes)
-    streamed = stream.num_bytes if stream is not None else 0
-    fixed = weights_bytes + workspace + graphs + streamed
-    gpu_budget, dram_budget = _budgets(config, free, fixed)
-    context_blocks = kv[Tier.GPU].num_blocks(wanted_len)
+    taken = weights.on_gpu + weights.ring + fixed.total
+    gpu_budget, dram_budget = _budgets(config, free, taken, weights.in_dram)
+    context_blocks = kv[Tier.GPU].num_blocks(_wanted_context_len(config, spec))
     most_blocks = context_blocks * config.max_running_requests
     default_blocks = context_blocks * min(config.max_running_requests, DEFAULT_CONTEXTS)
-    gpu_block_bytes, dram_block_bytes = kv[Tier.GPU].bytes_per_block, kv[Tier.DRAM].bytes_per_block
+    beside = {tier: (scan_bytes or {}).get(tier, 0) for tier in kv}
+    gpu_block_bytes, dram_block_bytes = (kv[tier].bytes_per_block + beside[tier] for tier in (Tier.GPU, Tier.DRAM))
     gpu_blocks = _gpu_blocks(
-        config, kv[Tier.GPU], gpu_budget - fixed, default_blocks if config.gpu_memory is None else most_blocks
+        config,
+        kv[Tier.GPU],
+        gpu_block_bytes,
+        gpu_budget - taken,
+        default_blocks if config.gpu_memory is None else most_blocks,
     )
-    if gpu_blocks < 0 or gpu_budget < fixed:
+    if gpu_blocks < 0 or gpu_budget < taken:
+        ring = f", weights on their way {format_size(weights.ring)}" if weights.ring else ""
         raise ConfigError(
-            f"`gpu_memory` {format_size(gpu_budget)} is too small: weights take {format_size(weights_bytes)}, "
-            f"workspace {format_size(workspace)}, stream buffers {format_size(streamed)}, CUDA graphs "
-            f"{format_size(graphs)}: give at least {format_size(fixed + gpu_block_bytes)}, or a smaller "
-            f"`max_tokens_per_step`, `max_running_requests` or `max_context_len`"
+            f"`gpu_memory` {format_size(gpu_budget)} is too small: weights take {format_size(weights.on_gpu)}{ring}, "
+            f"workspace {format_size(fixed.workspace)}, stream buffers {format_size(fixed.streamed)}, CUDA graphs "
+            f"{format_size(fixed.graphs)}: give at least {format_size(taken + gpu_block_bytes)}, or a smaller "
+            f"`weights_gpu_memory`, `max_tokens_per_step`, `max_running_requests` or `max_context_len`"
+        )
+    dram_left = dram_budget - weights.in_dram
+    if dram_left < 0:
+        raise ConfigError(
+            f"`dram_memory` {format_size(dram_budget)} is too small: weights take {format_size(weights.in_dram)}: "
+            f"give at least that and what KV needs, or a larger `gpu_memory` or `weights_gpu_memory`"
         )
     dram_blocks = max(
-        0, min(dram_budget // dram_block_bytes, default_blocks if config.dram_memory is None else most_blocks)
+        0, min(dram_left // dram_block_bytes, default_blocks if config.dram_memory is None else most_blocks)
     )
     num_blocks = {Tier.GPU: gpu_blocks, Tier.DRAM: dram_blocks}
-    max_len, reason = _context_len(config, spec, kv[Tier.DRAM], num_blocks)
+    max_len, reason = _context_len(config, spec, kv[Tier.DRAM], dram_block_bytes, num_blocks)
     ledger = MemoryLedger(
         {
-            Tier.GPU: max(gpu_budget, fixed + gpu_blocks * gpu_block_bytes),
-            Tier.DRAM: max(dram_budget, dram_blocks * dram_block_bytes),
+            Tier.GPU: max(gpu_budget, taken + gpu_blocks * gpu_block_bytes),
+            Tier.DRAM: max(dram_budget, weights.in_dram + dram_blocks * dram_block_bytes),
         }
     )
-    ledger.take(Tier.GPU, "weights", weights_bytes)
-    ledger.take(Tier.GPU, "workspace", workspace)
-    if graphs:
-        ledger.take(Tier.GPU, "graphs", graphs)
-    if streamed:
-        ledger.take(Tier.GPU, "stream", streamed)
-    ledger.take(Tier.GPU, "kv", gpu_blocks * gpu_block_bytes)
-    ledger.take(Tier.DRAM, "kv", dram_blocks * dram_block_bytes)
+    ledger.take(Tier.GPU, "weights", weights.on_gpu)
+    ledger.take(Tier.GPU, "workspace", fixed.workspace)
+    for owner, num_bytes in (("weight ring", weights.ring), ("graphs", fixed.graphs), ("stream", fixed.streamed)):
+        if num_bytes:
+            ledger.take(Tier.GPU, owner, num_bytes)
+    if weights.in_dram:
+        ledger.take(Tier.DRAM, "weights", weights.in_dram)
+    for tier, count in num_blocks.items():
+        ledger.take(tier, "kv", count * kv[tier].bytes_per_block)
+        if beside[tier]:
+            ledger.take(tier, "scan", count * beside[tier])
     return MemoryPlan(num_blocks=num_blocks, max_context_len=max_len, max_context_reason=reason, ledger=ledger)
 
 
@@ -169,35 +185,38 @@ def _wanted_context_len(config: EngineConfig, spec: ModelSpec) -> int:
     return config.max_context_len or spec.max_context_len
 
 
-def _budgets(config: EngineConfig, free: FreeMemory, fixed: int) -> tuple[int, int]:
+def _budgets(config: EngineConfig, free: FreeMemory, fixed: int, weights_in_dram: int) -> tuple[int, int]:
     """Bytes of the accelerator tier and of the DRAM tier."""
-    share = DEFAULT_SHARE_OF_FREE_DRAM if free.is_shared else DEFAULT_SHARE_OF_FREE_GPU
-    gpu = config.gpu_memory if config.gpu_memory is not None else int(free.accelerator * share)
+    gpu = find_gpu_budget(config, free)
     if free.is_shared and config.gpu_memory is None:
         gpu = max(gpu, min(fixed, free.accelerator))
-    dram = config.dram_memory if config.dram_memory is not None else int(free.dram * DEFAULT_SHARE_OF_FREE_DRAM)
+    dram = config.dram_memory
+    if dram is None:
+        dram = weights_in_dram + int(max(0, free.dram - weights_in_dram) * DEFAULT_SHARE_OF_FREE_DRAM)
     for name, size, limit in (("`gpu_memory`", gpu, free.accelerator), ("`dram_memory`", dram, free.dram)):
         if size > limit:
             raise ConfigError(f"{name} is {format_size(size)}: {format_size(limit)} are free on this machine")
     return gpu, dram
 
 
-def _gpu_blocks(config: EngineConfig, kv: KVSpec, left: int, default_blocks: int) -> int:
+def _gpu_blocks(config: EngineConfig, kv: KVSpec, block_bytes: int, left: int, default_blocks: int) -> int:
     """Blocks of the accelerator tier; negative if the asked number does not fit."""
-    fitting = left // kv.bytes_per_block
+    fitting = left // block_bytes
     if config.kv_gpu_tokens is None:
         return max(0, min(fitting, default_blocks))
     asked = kv.num_blocks(config.kv_gpu_tokens)
     if config.gpu_memory is None and asked > fitting:
         raise ConfigError(
-            f"`kv_gpu_tokens` {config.kv_gpu_tokens} needs {format_size(asked * kv.bytes_per_block)}: of the default "
+            f"`kv_gpu_tokens` {config.kv_gpu_tokens} needs {format_size(asked * block_bytes)}: of the default "
             f"budget, a share of the memory that is free now, weights and workspace leave {format_size(max(0, left))}: "
             f"lower it, or name a budget with `gpu_memory`"
         )
     return asked if asked <= fitting else -1
 
 
-def _context_len(config: EngineConfig, spec: ModelSpec, kv: KVSpec, num_blocks: dict[Tier, int]) -> tuple[int, str]:
+def _context_len(
+    config: EngineConfig, spec: ModelSpec, kv: KVSpec, block_bytes: int, num_blocks: dict[Tier, int]
+) -> tuple[int, str]:
     """The context limit, and why it is that."""
     capacity = sum(num_blocks.values()) * kv.block_size
     wanted = _wanted_context_len(config, spec)
@@ -205,7 +224,7 @@ def _context_len(config: EngineConfig, spec: ModelSpec, kv: KVSpec, num_blocks: 
         return wanted, "asked for" if config.max_context_len is not None else "the model's"
     if config.max_context_len is not None or capacity < 2:
         raise ConfigError(
-            f"a context of {wanted} tokens needs {format_size(kv.num_blocks(wanted) * kv.bytes_per_block)} of KV: "
+            f"a context of {wanted} tokens needs {format_size(kv.num_blocks(wanted) * block_bytes)} of KV: "
             f"the tiers hold {capacity} tokens (gpu {num_blocks[Tier.GPU]}, dram {num_blocks[Tier.DRAM]} blocks of "
             f"{kv.block_size}): raise `dram_memory` or `gpu_memory`, or lower `max_context_len`"
         )

@@ -3,18 +3,22 @@
 from collections.abc import Iterator
 
 from ambidex.core.config import EngineConfig
-from ambidex.core.policy import resolve_policy
+from ambidex.core.policy import PolicyName, resolve_policy
+from ambidex.engine.bounded_form import BoundedForm
 from ambidex.engine.report import ReportRow
 
 
-def policy_rows(config: EngineConfig) -> Iterator[ReportRow]:
+def policy_rows(config: EngineConfig, bounded: BoundedForm) -> Iterator[ReportRow]:
     """Which keys decode steps attend, and what that costs."""
     settings = resolve_policy(config)
+    why = "decode steps take the ordinary path, in plain torch, and attend the keys that it chooses"
+    if settings.is_exact:
+        why = "decode steps attend all keys"
+    elif settings.name is PolicyName.BOUNDED:
+        why = bounded.why
     yield ReportRow(
         section="compute",
         name="policy",
         value=", ".join(part for part in (settings.name.value, settings.words()) if part),
-        why="decode steps attend all keys"
-        if settings.is_exact
-        else "decode steps take the ordinary path, in plain torch, and attend the keys that it chooses",
+        why=why,
     )

@@ -24,7 +24,8 @@ class EngineStats:
     `selection` is what the policy chose, None if it is `exact`.
 
     A step in which each request computes one token counts for decode, any other for prefill, with all its seconds.
-    `num_prefill_tokens` are those computed in chunks there, `num_decode_tokens` those answered in decode steps.
+    `num_prefill_tokens` are those computed in chunks there, `num_decode_tokens` those answered in decode steps, and
+    `num_decode_keys` the sum over their requests of the tokens that were in the cache.
     """
 
     num_steps: int = 0
@@ -43,6 +44,8 @@ class EngineStats:
     num_graph_failures: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
+    num_decode_steps: int = 0
+    num_decode_keys: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     selection: SelectionFigures | None = None
@@ -81,6 +84,8 @@ class EngineStats:
             self.prefill_seconds += duration
         elif plan.requests:
             self.num_decode_tokens += len(result.tokens)
+            self.num_decode_steps += 1
+            self.num_decode_keys += sum(request.start for request in plan.requests)
             self.decode_seconds += duration
 
     def record_scheduling(self, *, num_preemptions: int, num_cached_tokens: int, cache: PrefixCacheStats) -> None:

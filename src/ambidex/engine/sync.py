@@ -57,6 +57,10 @@ class LLM:
         """Counters since the engine was built."""
         return self._engine.stats
 
+    def compare_decode(self) -> tuple[float, float] | None:
+        """Seconds of a decode step, predicted and measured; None without `placement` auto or before one has run."""
+        return self._engine.compare_decode()
+
     def generate(
         self,
         prompts: str | Sequence[int] | Sequence[str | Sequence[int]],

@@ -47,7 +47,7 @@ def run_agreement(
         ConfigError, ModelError: settings, model or text cannot be used.
         MachineError, RequestFailedError: a point could not be measured.
     """
-    words = _read(text)
+    words = read_text(text)
     teacher = Teacher(config, progress=progress)
     ids = teacher.engine.tokenizer.encode(words)
     texts = [
@@ -63,10 +63,10 @@ def run_agreement(
         points.append(measure_agreement(teacher, one, against_exact=against_exact))
     settings = {"text": text.name, "num_predicted": num_predicted, "num_windows": num_windows}
     return Evaluated(
-        record=_record(kind, config, teacher, settings, [point.record() for point in points]),
+        record=make_record(kind, config, teacher, settings, [point.record() for point in points]),
         columns=COLUMNS,
         rows=[point.row() for point in points],
-        report=_report(teacher),
+        report=report_rows(teacher),
     )
 
 
@@ -82,7 +82,7 @@ def run_needle(
     tell: Callable[[str], None] = lambda _: None,
 ) -> Evaluated:
     """Hidden digits at each context and depth (percent); arguments and errors as `run_agreement`."""
-    words = _read(text)
+    words = read_text(text)
     teacher = Teacher(config, progress=progress)
     for context in contexts:
         teacher.check_length(context, flag="--contexts")
@@ -102,23 +102,29 @@ def run_needle(
             )
     settings = {"text": text.name, "depths": list(depths), "num_rounds": num_rounds}
     return Evaluated(
-        record=_record("needle", config, teacher, settings, [point.record() for point in points]),
+        record=make_record("needle", config, teacher, settings, [point.record() for point in points]),
         columns=NEEDLE_COLUMNS,
         rows=[point.row() for point in points],
-        report=_report(teacher),
+        report=report_rows(teacher),
     )
 
 
-def _read(text: Path) -> str:
+def read_text(text: Path) -> str:
+    """The text that `--text` names.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     try:
         return text.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, a null byte in the name
         raise ConfigError(f"--text {text} cannot be read as UTF-8 text: {error}") from error
 
 
-def _record(
+def make_record(
     kind: str, config: EngineConfig, teacher: Teacher, settings: dict[str, Any], points: list[dict[str, Any]]
 ) -> dict[str, Any]:
+    """The JSON line of a run."""
     policy = resolve_policy(config)
     return {
         "eval": kind,
@@ -128,10 +134,11 @@ def _record(
         "policy_settings": policy.words(),
         "settings": settings,
         "engine": {field.name: getattr(config, field.name) for field in dataclasses.fields(config)},
-        "became": {f"{section}.{name}": value for section, name, value, _ in _report(teacher)},
+        "became": {f"{section}.{name}": value for section, name, value, _ in report_rows(teacher)},
         "points": points,
     }
 
 
-def _report(teacher: Teacher) -> list[tuple[str, str, str, str]]:
+def report_rows(teacher: Teacher) -> list[tuple[str, str, str, str]]:
+    """What the settings became on this machine."""
     return [row for row in teacher.engine.report.rows() if row[0] != "settings"]

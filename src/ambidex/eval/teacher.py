@@ -62,11 +62,17 @@ class Teacher:
         """Log-probabilities of the token behind each of `token_ids[first:]`, all keys attended: [n, V] fp32."""
         return self._run(token_ids, num_prompt=len(token_ids), first=first)
 
-    def with_policy(self, token_ids: Sequence[int], *, num_prompt: int) -> tuple[Tensor, SelectionFigures | None]:
+    def with_policy(
+        self, token_ids: Sequence[int], *, num_prompt: int, first: int | None = None
+    ) -> tuple[Tensor, SelectionFigures | None]:
         """The same for each token behind the first `num_prompt`, a decode query under the engine's policy, and what the
-        policy chose; None: it is `exact`."""
+        policy chose; None: it is `exact`.
+
+        Args:
+            first: read from this token on instead; what lies in the prompt was computed with all keys.
+        """
         self.engine.core.stats.selection = None
-        logprobs = self._run(token_ids, num_prompt=num_prompt, first=num_prompt)
+        logprobs = self._run(token_ids, num_prompt=num_prompt, first=num_prompt if first is None else first)
         return logprobs, self.engine.core.stats.selection
 
     def _run(self, token_ids: Sequence[int], *, num_prompt: int, first: int) -> Tensor:

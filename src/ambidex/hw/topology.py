@@ -72,6 +72,12 @@ def read_topology(root: Path = Path("/")) -> Topology:
     )
 
 
+def last_level_cache_bytes() -> int:
+    """Largest cache that the operating system names for core 0, in bytes; 0 if it names none."""
+    sizes = [p.read_text().strip() for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(size.removesuffix("K")) * 1024 for size in sizes), default=0)
+
+
 def parse_cores(text: str) -> tuple[int, ...]:
     """`0-2,8` → (0, 1, 2, 8); empty text → ()."""
     cores: list[int] = []

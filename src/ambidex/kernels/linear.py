@@ -17,6 +17,7 @@ from ambidex.kernels.cpu.linear import LinearPool, Matrices, format_of
 from ambidex.kernels.cpu.quantized import QuantizedMatrix, Weight
 from ambidex.kernels.dispatch import choose
 from ambidex.kernels.reference import linear as reference_linear
+from ambidex.kernels.reference import quantized as reference_quantized
 from ambidex.kernels.torch_ops import linear as torch_linear
 
 T = TypeVar("T")
@@ -39,9 +40,13 @@ class LinearContext:
 
     Args:
         threads: the threads of the native op; None where there is none (on a GPU, or without the compiled module).
+        most_native_tokens: rows of x up to which the native op is chosen for weights that are not quantised.
     """
 
-    def __init__(self, threads: native.ThreadPool | None = None) -> None:
+    def __init__(
+        self, threads: native.ThreadPool | None = None, *, most_native_tokens: int = MOST_NATIVE_TOKENS
+    ) -> None:
+        self.most_native_tokens = most_native_tokens
         self.pool = None if threads is None else LinearPool(threads)
         self.scratch = torch_linear.Scratch()
         self.multiplies_bf16 = threads is not None and native.isa() in ("avx512bf16", "amx")
@@ -81,7 +86,9 @@ class LinearOp:
         pool = self._context.pool if implementation == "native" and x.dtype == torch.float32 and x.dim() == 2 else None
         if pool is not None:
             x = x.contiguous()
-            if x.shape[0] <= MOST_NATIVE_TOKENS or all(isinstance(weight, QuantizedMatrix) for weight in weights):
+            if x.shape[0] <= self._context.most_native_tokens or all(
+                isinstance(weight, QuantizedMatrix) for weight in weights
+            ):
                 return self._multiply_natively(pool, x, weights, biases)
         for weight in weights:
             if weight.shape[1] != x.shape[-1]:
@@ -97,6 +104,8 @@ class LinearOp:
         if isinstance(weight, QuantizedMatrix):
             if pool is not None:
                 return pool.multiply(Matrices([weight], [bias]), x)[0]
+            if weight.data.device.type == "cuda":
+                return _multiply_on_gpu(x, weight, bias)
             weight = weight.dense()
         if implementation == "reference":
             return reference_linear.linear(x, weight, bias)
@@ -119,6 +128,19 @@ class LinearOp:
             for place, y in zip(call.places, pool.multiply(call.matrices, x), strict=True)
         }
         return tuple(ys[place] for place in range(len(weights)))
+
+
+def _multiply_on_gpu(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> Tensor:
+    """x [..., K] → [..., N] in the dtype of x, from a packed matrix in GPU memory."""
+    num_rows = weight.shape[0]
+    if choose("quantized_linear", x.device.type).name == "triton":
+        from ambidex.kernels.triton import quantized as triton_quantized
+
+        y = triton_quantized.multiply(x.flatten(0, -2), weight.data, weight.kind, num_rows)
+        y = y.view(*x.shape[:-1], num_rows)
+    else:
+        y = x @ reference_quantized.dense(weight.data, weight.kind, num_rows).to(x.dtype).T
+    return y if bias is None else y + bias
 
 
 def _sort_by_format(weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> Iterable[_Call]:

@@ -5,9 +5,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from ambidex.core.errors import InternalError
 from ambidex.kernels.cpu.quantized import Weight
 from ambidex.kernels.linear import LinearOp
 from ambidex.layers.parameter import ParameterFactory
+from ambidex.layers.split_matrix import SplitMatrix
+
+StandIn = Callable[[Tensor], tuple[Tensor, ...]]
+"""What computes a place of the model in the stead of its layers: x [T, num_in] → [T, num_out] for each matrix."""
 
 
 class Linear(nn.Module):
@@ -18,7 +23,8 @@ class Linear(nn.Module):
         bias: whether there is a bias [num_out].
         weight: a parameter to share (tied embeddings) instead of a new one.
 
-    The weight is a parameter until `models/weights.py` puts a quantised matrix in its place.
+    The weight is a parameter until `models/weights.py` puts a quantised matrix in its place, or `models/divided.py`
+    one in pieces, and then `stand_in` computes.
     """
 
     __call__: Callable[..., Tensor]
@@ -27,12 +33,31 @@ class Linear(nn.Module):
         self, num_in: int, num_out: int, factory: ParameterFactory, *, bias: bool, weight: Weight | None = None
     ) -> None:
         super().__init__()
-        self.weight: Weight = factory.new_matrix(num_out, num_in) if weight is None else weight
+        self.weight: Weight | SplitMatrix = factory.new_matrix(num_out, num_in) if weight is None else weight
         self.bias = factory.new_vector(num_out) if bias else None
         self._multiply = factory.new_linear_op()
+        self.stand_in: StandIn | None = None
+
+    @property
+    def ins(self) -> "tuple[Linear, ...]":
+        """The layers over the same x: this one."""
+        return (self,)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._multiply(x, (self.weight,), (self.bias,))[0]  # [..., num_out]
+        if self.stand_in is not None:
+            return self.stand_in(x)[0]
+        return self._multiply(x, (self.whole_weight,), (self.bias,))[0]  # [..., num_out]
+
+    @property
+    def whole_weight(self) -> Weight:
+        """The weight, which lies in one piece.
+
+        Raises:
+            InternalError: it does not, and what computes with it is another place's.
+        """
+        if isinstance(self.weight, SplitMatrix):
+            raise InternalError("a layer whose weight lies in pieces was called without its group")
+        return self.weight
 
 
 class LinearGroup:
@@ -48,13 +73,22 @@ class LinearGroup:
     def __init__(self, *layers: Linear, factory: ParameterFactory) -> None:
         self._layers = layers
         self._multiply = factory.new_linear_op()
-        self._joint = _Joint(layers) if factory.device.type == "cuda" else None
+        is_joint = factory.device.type == "cuda" and factory.matrix_device is None
+        self._joint = _Joint(layers) if is_joint else None
+        self.stand_in: StandIn | None = None
+
+    @property
+    def ins(self) -> tuple[Linear, ...]:
+        """The layers."""
+        return self._layers
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """x [..., num_in] → [..., num_out] for each layer."""
+        if self.stand_in is not None:
+            return self.stand_in(x)
         if self._joint is not None and self._joint.is_whole():
             return self._joint.multiply(x, self._multiply)
-        weights = [layer.weight for layer in self._layers]
+        weights = [layer.whole_weight for layer in self._layers]
         biases = [layer.bias for layer in self._layers]
         return self._multiply(x, weights, biases)
 
@@ -78,7 +112,7 @@ class _Joint:
 
     def _find_places(self) -> list[tuple[int, int | None]]:
         return [
-            (layer.weight.data_ptr(), layer.bias.data_ptr() if layer.bias is not None else None)
+            (layer.whole_weight.data_ptr(), layer.bias.data_ptr() if layer.bias is not None else None)
             for layer in self._layers
         ]
 

@@ -2,9 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
+
+from ambidex.layers.linear import Linear, LinearGroup
+from ambidex.layers.mlp import Neurons
 
 Angles = tuple[Tensor, Tensor]
 """cos and sin of a step's tokens, each [T, dim/2] fp32 (`layers.rope`)."""
@@ -30,13 +34,43 @@ class AttentionOp(Protocol):
         ...
 
 
+LinearSite = Linear | LinearGroup
+"""A place of a model where matrices are multiplied with the same x, so that their rows may be divided as one."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSites:
+    """The places of a layer whose weights may be divided over tiers."""
+
+    attention: tuple[LinearSite, ...]
+    """In the order of their use."""
+    mlp: Neurons
+
+
+@runtime_checkable
+class Layer(Protocol):
+    """What a model's layers offer."""
+
+    def sites(self) -> LayerSites:
+        """The places whose weights may be divided."""
+        ...
+
+
 class CausalLM(nn.Module, ABC):
     """A decoder-only language model over the flattened tokens of a ragged batch.
 
     The parameters' names are those of the Hugging Face checkpoint, so loading is the identity.
+
+    Attributes:
+        lm_head: the last projection; with tied embeddings its weight is the table of tokens.
     """
 
     __call__: Callable[..., Tensor]
+    lm_head: Linear
+
+    def layer_sites(self) -> list[LayerSites]:
+        """The places of all layers whose weights may be divided."""
+        return [module.sites() for module in self.modules() if isinstance(module, Layer)]
 
     @abstractmethod
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionOp) -> Tensor:

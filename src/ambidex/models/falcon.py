@@ -6,13 +6,13 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from ambidex.core.model_spec import FalconSpec, ModelSpec
-from ambidex.kernels import api
 from ambidex.layers.embedding import Embedding
 from ambidex.layers.linear import Linear
+from ambidex.layers.mlp import Neurons
 from ambidex.layers.norm import LayerNorm
 from ambidex.layers.parameter import ParameterFactory
 from ambidex.layers.rope import RotaryEmbedding
-from ambidex.models.base import Angles, AttentionOp, CausalLM
+from ambidex.models.base import Angles, AttentionOp, CausalLM, LayerSites
 
 
 class FalconForCausalLM(CausalLM):
@@ -50,7 +50,18 @@ class FalconModel(nn.Module):
         return self.ln_f(hidden)
 
 
-class FalconOneNormLayer(nn.Module):
+class FalconLayer(nn.Module):
+    """What the layers of all forms have."""
+
+    self_attention: "FalconAttention"
+    mlp: "FalconMLP"
+
+    def sites(self) -> LayerSites:
+        attention = self.self_attention
+        return LayerSites(attention=(attention.query_key_value, attention.dense), mlp=self.mlp.neurons)
+
+
+class FalconOneNormLayer(FalconLayer):
     """7B and 11B."""
 
     def __init__(self, spec: ModelSpec, layer_idx: int, factory: ParameterFactory) -> None:
@@ -64,7 +75,7 @@ class FalconOneNormLayer(nn.Module):
         return hidden + self.self_attention(normed, angles, attention) + self.mlp(normed)  # [T, E]
 
 
-class FalconTwoNormLayer(nn.Module):
+class FalconTwoNormLayer(FalconLayer):
     """40B and 180B."""
 
     def __init__(self, spec: ModelSpec, layer_idx: int, factory: ParameterFactory) -> None:
@@ -79,7 +90,7 @@ class FalconTwoNormLayer(nn.Module):
         return hidden + attended + self.mlp(self.ln_mlp(hidden))  # [T, E]
 
 
-class FalconSequentialLayer(nn.Module):
+class FalconSequentialLayer(FalconLayer):
     """The MLP after the attention, as in other families."""
 
     def __init__(self, spec: ModelSpec, layer_idx: int, factory: ParameterFactory) -> None:
@@ -138,7 +149,7 @@ class FalconMLP(nn.Module):
         super().__init__()
         self.dense_h_to_4h = Linear(spec.hidden_size, spec.intermediate_size, factory, bias=spec.mlp_bias)
         self.dense_4h_to_h = Linear(spec.intermediate_size, spec.hidden_size, factory, bias=spec.mlp_bias)
-        self.activation = spec.activation
+        self.neurons = Neurons(self.dense_h_to_4h, out=self.dense_4h_to_h, activation=spec.activation, factory=factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dense_4h_to_h(api.activate(self.dense_h_to_4h(x), self.activation.value))  # [T, E]
+        return self.neurons(x)  # [T, E]

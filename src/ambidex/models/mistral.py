@@ -11,7 +11,7 @@ from ambidex.layers.mlp import GatedMLP
 from ambidex.layers.norm import RMSNorm
 from ambidex.layers.parameter import ParameterFactory
 from ambidex.layers.rope import RotaryEmbedding
-from ambidex.models.base import Angles, AttentionOp, CausalLM
+from ambidex.models.base import Angles, AttentionOp, CausalLM, LayerSites
 
 
 class MistralForCausalLM(CausalLM):
@@ -65,6 +65,9 @@ class MistralLayer(nn.Module):
         hidden, normed = self.post_attention_layernorm.of_sum(hidden, self.self_attn(normed, angles, attention))
         return hidden, self.mlp(normed)
 
+    def sites(self) -> LayerSites:
+        return LayerSites(attention=(self.self_attn.qkv, self.self_attn.o_proj), mlp=self.mlp.neurons)
+
 
 class MistralAttention(nn.Module):
     __call__: Callable[..., Tensor]
@@ -76,13 +79,13 @@ class MistralAttention(nn.Module):
         self.k_proj = Linear(spec.hidden_size, kv_width, factory, bias=False)
         self.v_proj = Linear(spec.hidden_size, kv_width, factory, bias=False)
         self.o_proj = Linear(q_width, spec.hidden_size, factory, bias=False)
-        self._qkv = LinearGroup(self.q_proj, self.k_proj, self.v_proj, factory=factory)
+        self.qkv = LinearGroup(self.q_proj, self.k_proj, self.v_proj, factory=factory)
         self.layer_idx = layer_idx
         self.q_shape = (-1, spec.num_q_heads, spec.head_dim)
         self.kv_shape = (-1, spec.num_kv_heads, spec.head_dim)
 
     def forward(self, x: Tensor, angles: Angles, attention: AttentionOp) -> Tensor:
-        q, k, v = self._qkv(x)
+        q, k, v = self.qkv(x)
         q, k, v = q.view(self.q_shape), k.view(self.kv_shape), v.view(self.kv_shape)  # [T, Hq, D], twice [T, Hkv, D]
         out = attention.attend(self.layer_idx, q, k, v, angles=angles)  # [T, Hq, D]
         return self.o_proj(out.flatten(1))

@@ -7,12 +7,12 @@ from typing import Final
 from torch import Tensor, nn
 
 from ambidex.core.model_spec import ModelSpec
-from ambidex.kernels import api
 from ambidex.layers.embedding import Embedding
 from ambidex.layers.linear import Linear, LinearGroup
+from ambidex.layers.mlp import Neurons
 from ambidex.layers.norm import LayerNorm
 from ambidex.layers.parameter import ParameterFactory
-from ambidex.models.base import AttentionOp, CausalLM
+from ambidex.models.base import AttentionOp, CausalLM, LayerSites
 
 POSITION_OFFSET: Final = 2
 """Row of the position table that belongs to position 0: the checkpoints keep two rows for padding before it."""
@@ -82,10 +82,10 @@ class OPTLayer(nn.Module):
         self.fc1 = Linear(spec.hidden_size, spec.intermediate_size, factory, bias=spec.mlp_bias)
         self.fc2 = Linear(spec.intermediate_size, spec.hidden_size, factory, bias=spec.mlp_bias)
         self.final_layer_norm = LayerNorm(spec.hidden_size, spec.norm_eps, factory)
-        self.activation = spec.activation
+        self.mlp = Neurons(self.fc1, out=self.fc2, activation=spec.activation, factory=factory)
 
-    def mlp(self, x: Tensor) -> Tensor:
-        return self.fc2(api.activate(self.fc1(x), self.activation.value))  # [T, E]
+    def sites(self) -> LayerSites:
+        return LayerSites(attention=(self.self_attn.qkv, self.self_attn.out_proj), mlp=self.mlp)
 
 
 class OPTPreNormLayer(OPTLayer):
@@ -113,12 +113,12 @@ class OPTAttention(nn.Module):
         self.k_proj = Linear(spec.hidden_size, spec.hidden_size, factory, bias=spec.qkv_bias)
         self.v_proj = Linear(spec.hidden_size, spec.hidden_size, factory, bias=spec.qkv_bias)
         self.out_proj = Linear(spec.hidden_size, spec.hidden_size, factory, bias=spec.out_bias)
-        self._qkv = LinearGroup(self.q_proj, self.k_proj, self.v_proj, factory=factory)
+        self.qkv = LinearGroup(self.q_proj, self.k_proj, self.v_proj, factory=factory)
         self.layer_idx = layer_idx
         self.heads_shape = (-1, spec.num_q_heads, spec.head_dim)
 
     def forward(self, x: Tensor, attention: AttentionOp) -> Tensor:
-        q, k, v = self._qkv(x)
+        q, k, v = self.qkv(x)
         q, k, v = q.view(self.heads_shape), k.view(self.heads_shape), v.view(self.heads_shape)  # [T, Hq, D] each
         out = attention.attend(self.layer_idx, q, k, v)  # [T, Hq, D]
         return self.out_proj(out.flatten(1))

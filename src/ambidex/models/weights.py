@@ -5,9 +5,10 @@ the parameter, so that memory never holds more than one piece above what stays.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -22,8 +23,10 @@ from ambidex.formats.json_file import show
 from ambidex.formats.locate import ModelSource, SourceKind
 from ambidex.formats.safetensors import SafetensorsFile
 from ambidex.formats.tensor_info import TensorInfo
-from ambidex.kernels.cpu.quantized import QuantizedMatrix
+from ambidex.kernels.cpu.quantized import GROUP_ROWS, QuantizedMatrix
+from ambidex.kernels.reference.quantized import RECORD_BYTES
 from ambidex.layers.norm import LayerNorm, RMSNorm
+from ambidex.layers.split_matrix import SplitMatrix
 from ambidex.models.gguf_names import find_hf_name, find_row_order
 from ambidex.models.quantized import find_kept, names_of_parameters, put_in_place
 
@@ -33,6 +36,10 @@ Progress = Callable[[int, int], None]
 _CHUNK_BYTES: Final = 32 * 2**20  # of fp32; smaller pieces cost calls, larger ones memory
 _NUM_SHOWN: Final = 8
 _DUMMY_STD: Final = 0.02  # what most families are initialised with
+_DUMMY_NUMBERS: Final = 16 * 2**20  # of which divided matrices are made
+_DUMMY_OFFSETS: Final = 2**16
+_DUMMY_STEP: Final = 4099  # a prime
+_DUMMY_RECORDS: Final = 2**15
 _TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
@@ -68,11 +75,13 @@ def load_weights(
     device: torch.device,
     dtype: torch.dtype,
     keeps_quantized: bool = False,
+    divided: Mapping[str, SplitMatrix] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> None:
     """Fill the parameters of `model`, whose names are those of the Hugging Face checkpoint.
 
     Args:
+        divided: matrices in pieces that have taken parameters' places, by name.
         keeps_quantized: whether matrices of a GGUF file that have a native product as they are stored replace the
             model's parameters.
         device, dtype: where and as what parameters are made that are still on the meta device; the others stay where
@@ -82,16 +91,18 @@ def load_weights(
         ModelFileError: a file is corrupt or not there.
         UnsupportedModelError: numbers are stored in a format that is not read.
     """
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)} | divided.keys()
     checkpoint = _open_checkpoint(source, spec, names)
-    _check_tensors(model, checkpoint, source)
+    _check_tensors(model, divided, checkpoint, source)
     packed = put_in_place(model, find_kept(spec) if keeps_quantized else {}, checkpoint)
     _allocate(model, device, dtype)
     done, total = 0, sum(stored.num_bytes for stored in checkpoint.values())
     filled: dict[nn.Parameter | QuantizedMatrix, str] = {}
     for stored in checkpoint.values():
-        place = packed[stored.name] if stored.name in packed else model.get_parameter(stored.name)
-        if place in filled:
+        place = _find_place(model, stored.name, packed, divided)
+        if isinstance(place, SplitMatrix):
+            _fill(place, stored)
+        elif place in filled:
             _compare(place, stored, first_name=filled[place])
         else:
             _fill(place, stored)
@@ -102,20 +113,80 @@ def load_weights(
             progress(done, total)
 
 
+def _find_place(
+    model: nn.Module, name: str, packed: Mapping[str, QuantizedMatrix], divided: Mapping[str, SplitMatrix]
+) -> nn.Parameter | QuantizedMatrix | SplitMatrix:
+    if name in divided:
+        return divided[name]
+    return packed[name] if name in packed else model.get_parameter(name)
+
+
 @torch.no_grad()
-def make_dummy_weights(model: nn.Module, *, seed: int, device: torch.device, dtype: torch.dtype) -> None:
+def make_dummy_weights(
+    model: nn.Module,
+    *,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    divided: Mapping[str, SplitMatrix] = MappingProxyType({}),
+) -> None:
     """Fill the parameters with normal random numbers (standard deviation 0.02), those of norms with 1 (biases 0).
 
-    The same seed gives the same numbers on the same device.
+    The same seed gives the same numbers on the same device. Large pieces of divided matrices repeat the same numbers:
+    making tens of gigabytes of them would take minutes.
     """
     _allocate(model, device, dtype)
     generator = torch.Generator(device).manual_seed(seed)
     for parameter in model.parameters():
         parameter.normal_(0.0, _DUMMY_STD, generator=generator)
+    if divided:
+        pieces = [piece.data for matrix in divided.values() for piece in matrix.pieces]
+        if plain := [data for data in pieces if isinstance(data, Tensor)]:
+            _fill_pieces(plain, generator, device, dtype)
+        _fill_records([data for data in pieces if isinstance(data, QuantizedMatrix)], seed)
     for module in model.modules():
         if isinstance(module, (RMSNorm, LayerNorm)):
             for name, parameter in module.named_parameters():
                 parameter.fill_(0.0 if name == "bias" else 1.0)
+
+
+def _fill_records(matrices: Sequence[QuantizedMatrix], seed: int) -> None:
+    """Fill packed matrices with random integers, again and again the same, and scales that make them as large."""
+    for kind, record_bytes in RECORD_BYTES.items():
+        records = torch.randint(
+            0, 256, (_DUMMY_RECORDS, record_bytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+        )
+        std = 74.0 if kind == "Q8_0" else 4.6  # of 8 and of 4 random bits
+        scales = torch.full((GROUP_ROWS,), _DUMMY_STD / std, dtype=torch.float16)
+        records[:, : 2 * GROUP_ROWS] = scales.view(torch.uint8)
+        if kind == "Q4_1":
+            records[:, 2 * GROUP_ROWS : 4 * GROUP_ROWS] = (-7.5 * scales).view(torch.uint8)
+        on_device: dict[torch.device, Tensor] = {}
+        for matrix in matrices:
+            if matrix.kind != kind:
+                continue
+            flat = matrix.data.view(-1, record_bytes)
+            some = on_device.setdefault(flat.device, records.to(flat.device))
+            for start in range(0, len(flat), _DUMMY_RECORDS):
+                part = flat[start : start + _DUMMY_RECORDS]
+                part.copy_(some[: len(part)])
+
+
+def _fill_pieces(
+    pieces: Sequence[Tensor], generator: torch.Generator, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Fill matrices [n, k] with the same random numbers again and again, each from another one on."""
+    num = min(_DUMMY_NUMBERS, max(piece.numel() for piece in pieces)) + _DUMMY_OFFSETS
+    numbers = torch.empty(num, dtype=dtype, device=device).normal_(0.0, _DUMMY_STD, generator=generator)
+    on_device = {near: numbers.to(near) for near in {piece.device for piece in pieces}}
+    for place, piece in enumerate(pieces):
+        width = piece.shape[1]
+        num_rows = max(1, min(piece.shape[0], (num - _DUMMY_OFFSETS) // width))
+        first = place * _DUMMY_STEP % _DUMMY_OFFSETS
+        rows = on_device[piece.device][first : first + num_rows * width].view(num_rows, width)
+        for start in range(0, piece.shape[0], num_rows):
+            part = piece[start : start + num_rows]
+            part.copy_(rows[: len(part)])
 
 
 def _open_checkpoint(source: ModelSource, spec: ModelSpec, names: Collection[str]) -> dict[str, _Stored]:
@@ -184,11 +255,15 @@ def _stored_in_gguf(file: GGUFFile, info: TensorInfo, spec: ModelSpec) -> _Store
     return _Stored(name, info.shape, info.num_bytes, read_rows, lambda: file.release(info.name), read_raw_rows)
 
 
-def _check_tensors(model: nn.Module, checkpoint: Mapping[str, _Stored], source: ModelSource) -> None:
+def _check_tensors(
+    model: nn.Module, divided: Mapping[str, SplitMatrix], checkpoint: Mapping[str, _Stored], source: ModelSource
+) -> None:
     """A tied parameter has two names, of which one is enough."""
     names_of = names_of_parameters(model)
     shapes = {name: tuple(parameter.shape) for parameter, names in names_of.items() for name in names}
-    missing = [names[0] for names in names_of.values() if not checkpoint.keys() & set(names)]
+    shapes |= {name: matrix.shape for name, matrix in divided.items()}
+    all_names = [*names_of.values(), *([name] for name in divided)]
+    missing = [names[0] for names in all_names if not checkpoint.keys() & set(names)]
     unexpected = [show(name) for name in checkpoint if name not in shapes]
     misshaped = [
         f"{name} {list(stored.shape)} instead of {list(shapes[name])}"
@@ -220,10 +295,15 @@ def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Non
                 setattr(module, name, made[parameter])
 
 
-def _fill(place: nn.Parameter | QuantizedMatrix, stored: _Stored) -> None:
+def _fill(place: nn.Parameter | QuantizedMatrix | SplitMatrix, stored: _Stored) -> None:
     with torch.no_grad():
         for start, stop in _pieces(stored.shape):
-            if not isinstance(place, QuantizedMatrix):
+            if isinstance(place, SplitMatrix) and place.kind is not None and stored.read_raw_rows is not None:
+                place.pack(start, stored.read_raw_rows(start, stop))
+            elif isinstance(place, SplitMatrix):
+                for target, values in place.cut(start, stored.read_rows(start, stop)):
+                    _write(target, values, stored.name)
+            elif not isinstance(place, QuantizedMatrix):
                 _write(place[start:stop], stored.read_rows(start, stop), stored.name)
             elif stored.read_raw_rows is not None:
                 place.pack(start, stored.read_raw_rows(start, stop))

@@ -1,6 +1,6 @@
 """What the forms of decode steps have in common: `DecodeSteps` (CUDA graphs) and `ProgramSteps` (native programs)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ambidex.core.ids import Lane
-from ambidex.core.step import ScheduledRequest
+from ambidex.core.step import ScheduledRequest, SelectionFigures
 
 
 class DecodeForm(StrEnum):
@@ -28,8 +28,11 @@ class DecodeOutput:
     """[n, V] fp32, on the device."""
     chosen: Tensor
     """[n] int64, on the device: the likeliest token, −1 where logits are not finite."""
-    lane_bytes: Mapping[Lane, int]
+    lane_bytes: Callable[[], Mapping[Lane, int]]
+    """To be called once the step's tokens are there."""
     is_replayed: bool
+    selection: Callable[[], SelectionFigures] | None = None
+    """What a policy chose, likewise; None: all keys were attended."""
 
 
 class LaunchedDecode(Protocol):

@@ -13,10 +13,12 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
+from ambidex.attention.bounded_scan import BoundedScan, collect_figures, scanned_bytes
 from ambidex.attention.decode_batch import DecodeBatch
 from ambidex.attention.decode_inputs import DecodeInputs, DecodeTokens
 from ambidex.attention.handover import Handover
@@ -26,11 +28,15 @@ from ambidex.attention.streamed import LaneBalance, StreamedAttention
 from ambidex.core.errors import LaneError
 from ambidex.core.ids import Lane, RequestId, Tier
 from ambidex.core.model_spec import ModelSpec
-from ambidex.core.step import ScheduledRequest
+from ambidex.core.step import ScheduledRequest, SelectionFigures
 from ambidex.kernels import api
 from ambidex.kernels.cpu.native import KeyBatch, ThreadPool
+from ambidex.kernels.cpu.recorded import Arena
+from ambidex.mlp.handover import WeightHandover
+from ambidex.mlp.split_site import WeightLanes
 from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.runner.decode import DecodeOutput, LaunchedDecode
+from ambidex.runner.host_answers import HostAnswers
 from ambidex.runner.input_batch import InputBatch
 from ambidex.storage.kv_pool import KVPool
 from ambidex.storage.step_stream import StepStream
@@ -101,6 +107,8 @@ class DecodeSteps:
         stream_blocks: blocks of a layer that it may hold at once.
         follows_lanes: that share changes from step to step so that the lanes end together.
         capture: how a step is captured, `CudaCapture()` or a test's; None: each step is launched anew.
+        weights: the lanes of divided weights; None: all lie on the accelerator.
+        bounded: the bounded policy, by which the CPU lane leaves out keys; None: it attends all of its own.
     """
 
     def __init__(
@@ -116,6 +124,8 @@ class DecodeSteps:
         stream_blocks: int,
         follows_lanes: bool,
         capture: Capture | None,
+        weights: WeightLanes | None = None,
+        bounded: BoundedScan | None = None,
     ) -> None:
         self._model = model
         self._spec = spec
@@ -124,6 +134,11 @@ class DecodeSteps:
         self._pools = dict(pools)
         self._dram = dram if isinstance(dram, TiledKVPool) and dram.num_blocks else None
         self._handovers: dict[int, Handover] = {}
+        self._empty_batches: dict[int, KeyBatch] = {}
+        self._bounded = bounded
+        self._weights = weights
+        self._weight_handovers: dict[int, WeightHandover] = {}
+        self._arena = Arena() if weights is not None else None
         self._balance = LaneBalance(stream_share) if follows_lanes and stream_share > 0 else None
         self._stream = None
         if self._dram is not None and stream_share > 0 and stream_blocks > 0:
@@ -174,8 +189,9 @@ class DecodeSteps:
         return DecodeOutput(
             logits=self._logits[: len(requests)],
             chosen=self._chosen[: len(requests)],
-            lane_bytes=self._lane_bytes(),
+            lane_bytes=lambda: self._lane_bytes(num_rows),
             is_replayed=is_replayed,
+            selection=None if self._bounded is None else lambda: self._selection(len(requests), num_rows),
         )
 
     def try_launch(self, requests: Sequence[ScheduledRequest]) -> LaunchedDecode | None:
@@ -187,13 +203,14 @@ class DecodeSteps:
         if self._is_given_up or num_rows is None:
             return None
         replay = self._replays.get((num_rows, False))
-        if replay is None or not self._batch.try_prepare(requests, num_rows, self._launched_rows):
+        if replay is None or (self._weights is not None and self._weights.places(num_rows)):
             return None
-        if self._batch.key_batches is not None:
+        if not self._batch.try_prepare(requests, num_rows, self._launched_rows) or self._batch.key_batches is not None:
             return None
+        self._settle_weights()
         replay()
         self._launched_rows = {request.request_id: row for row, request in enumerate(requests)}
-        return self._copies[next(self._turns)].begin(self._chosen[: len(requests)], self._lane_bytes())
+        return self._copies[next(self._turns)].begin(self._chosen[: len(requests)], self._lane_bytes(num_rows))
 
     def _run(self, num_rows: int) -> bool | None:
         """Run the step that was prepared; says whether a graph was replayed, None if graphs had to be given up.
@@ -203,31 +220,38 @@ class DecodeSteps:
         """
         batches = self._layer_batches()
         try:
-            handover = None if batches is None else self._handover(num_rows)
+            batches = self._scan(num_rows, batches)
+            host = self._host_answers(num_rows, batches)
         except RuntimeError as error:  # torch's: no pinned memory for its buffers
             self._give_up(num_rows, error)
             return None
-        key = (num_rows, handover is not None)
-        replay = self._replays.get(key)
+        self._settle_weights()
+        replay = self._replays.get((num_rows, batches is not None))
         if replay is None:
             if self._capture is None:
-                self._launch(num_rows, handover, batches)
+                self._launch(num_rows, host, batches)
                 return False
-            return False if self._try_capture(self._capture, num_rows, handover, batches) else None
-        if handover is None or batches is None:
+            return False if self._try_capture(self._capture, num_rows, host, batches) else None
+        if host is None:
             replay()
-        else:
-            handover.reset()
-            if self._stream is not None:
-                self._stream.start(self._batch.stream_runs)
-            replay()
-            handover.mark_launched()
-            handover.answer(batches)
-            if self._stream is not None:
-                self._stream.finish()
-            if self._balance is not None:
-                self._batch.stream_share = self._balance.update(handover.num_last / self._spec.num_layers)
+            return True
+        host.reset()
+        if self._stream is not None and batches is not None:
+            self._stream.start(self._batch.stream_runs)
+        replay()
+        host.mark_launched()
+        host.answer(batches)
+        if self._stream is not None and batches is not None:
+            self._stream.finish()
+        if self._balance is not None and host.keys is not None and host.weights is None:
+            cpu_last = host.keys.num_last / self._spec.num_layers
+            self._batch.stream_share = self._balance.update(cpu_last, self._batch.streamed_share)
         return True
+
+    @property
+    def weight_lanes(self) -> WeightLanes | None:
+        """The lanes of divided weights; None: all lie on the accelerator."""
+        return self._weights
 
     @property
     def dram_threads(self) -> ThreadPool | None:
@@ -239,49 +263,118 @@ class DecodeSteps:
         batches, num_rows = self._layer_batches(), self._bucket(num_requests)
         assert batches is not None, "the last step had no keys in DRAM"
         assert num_rows is not None, "more requests than a step takes"
+        batches = self._scan(num_rows, batches)
+        assert batches is not None, "there are as many as before"
         self._handover(num_rows).answer_alone(batches)
 
     def _bucket(self, num_requests: int) -> int | None:
         return next((size for size in self._buckets if size >= num_requests), None)
 
-    def _launch(self, num_rows: int, handover: Handover | None, batches: Sequence[KeyBatch] | None) -> None:
+    def _launch(self, num_rows: int, host: HostAnswers | None, batches: Sequence[KeyBatch] | None) -> None:
         """Run a step without a graph."""
-        if handover is None or batches is None:
+        if host is None:
             self._compute(num_rows, None)
             return
-        handover.reset()
-        if self._stream is None:
-            with handover.answering(batches):
-                self._compute(num_rows, handover)
-            return
-        with handover.answering(batches), self._stream.inline(self._batch.stream_runs):
-            self._compute(num_rows, handover)
+        host.reset()
+        streams = self._stream is not None and batches is not None
+        with host.answering(batches), self._inline_stream() if streams else nullcontext():
+            self._compute(num_rows, host)
+
+    def _inline_stream(self) -> AbstractContextManager[None]:
+        assert self._stream is not None, "there is a stream lane"
+        return self._stream.inline(self._batch.stream_runs)
+
+    def _settle_weights(self) -> None:
+        """Order what follows behind copies that steps of other forms have left under way."""
+        if self._weights is not None:
+            self._weights.ring.settle()
 
     def _layer_batches(self) -> list[KeyBatch] | None:
         """The CPU lane's keys of each layer; None if it has nothing to do."""
         batches = self._batch.key_batches
         return None if batches is None else [batches[window] for window in self._spec.windows]
 
+    def _scan(self, num_rows: int, batches: list[KeyBatch] | None) -> list[KeyBatch] | None:
+        """Leave the CPU lane's keys to the bounded policy, if that is the policy; returns those attended exactly."""
+        if self._bounded is None or batches is None:
+            return batches
+        self._bounded.make_missing(Tier.DRAM, self._batch.dram_ids)
+        self._handover(num_rows).scan(batches)
+        if num_rows not in self._empty_batches:
+            none = torch.zeros(num_rows, dtype=torch.int64)
+            self._empty_batches[num_rows] = KeyBatch(
+                none[:0], torch.zeros(num_rows + 1, dtype=torch.int64), none, none, torch.arange(num_rows + 1),
+                block_size=self._pools[Tier.DRAM].spec.block_size,
+            )  # fmt: skip
+        return [self._empty_batches[num_rows]] * len(batches)
+
     def _handover(self, num_rows: int) -> Handover:
         if num_rows not in self._handovers:
             assert self._dram is not None, "a batch without a CPU lane has no keys in DRAM"
             pool = self._pools[Tier.GPU]
             self._handovers[num_rows] = Handover(
-                self._spec, self._dram, num_rows, dtype=pool.k.dtype, device=pool.device
+                self._spec, self._dram, num_rows, dtype=pool.k.dtype, device=pool.device, bounded=self._bounded
             )
         return self._handovers[num_rows]
 
-    def _lane_bytes(self) -> dict[Lane, int]:
+    def _host_answers(self, num_rows: int, batches: Sequence[KeyBatch] | None) -> HostAnswers | None:
+        """What the CPU does in a step; None: nothing."""
+        weights = self._weight_handover(num_rows)
+        if batches is None and weights is None:
+            return None
+        keys = None if batches is None else self._handover(num_rows)
+        places = self._weights.places(num_rows) if self._weights is not None else ()
+        return HostAnswers(keys, weights, places, self._spec.num_layers)
+
+    def _weight_handover(self, num_rows: int) -> WeightHandover | None:
+        if self._weights is None or not self._weights.places(num_rows):
+            return None
+        if num_rows not in self._weight_handovers:
+            is_recorded = self._weights.is_native(num_rows)
+            pool = self._pools[Tier.GPU]
+            self._weight_handovers[num_rows] = WeightHandover(
+                [place.side for place in self._weights.places(num_rows)],
+                num_rows,
+                dtype=self._weights.dtype,
+                device=pool.device,
+                arena=self._arena if is_recorded else None,
+            )
+        return self._weight_handovers[num_rows]
+
+    def _selection(self, num_requests: int, num_rows: int) -> SelectionFigures:
+        """What the CPU lane left out in the last step."""
+        by_tier = self._batch.num_keys[None]
+        num_visible = sum(by_tier.values()) + self._batch.num_streamed
+        if not by_tier[Tier.DRAM]:
+            num_choices = self._spec.num_layers * num_requests * self._spec.num_q_heads
+            num_keys = self._spec.num_layers * self._spec.num_q_heads * num_visible
+            return SelectionFigures(
+                num_choices=num_choices, num_visible=num_keys, num_attended=num_keys, num_bounded=num_choices
+            )
+        handover = self._handovers[num_rows]
+        figures = {Tier.DRAM: handover.figures[:, :num_requests].numpy()}
+        num_scanned = {Tier.DRAM: by_tier[Tier.DRAM]}
+        return collect_figures(figures, num_scanned, num_visible, handover.out_norms[:, :num_requests].numpy())
+
+    def _lane_bytes(self, num_rows: int) -> dict[Lane, int]:
         """Bytes of K and V that each lane read in the step."""
         near, dram = (self._pools[tier].spec.bytes_per_token_layer for tier in (Tier.GPU, Tier.DRAM))
         num_keys = self._batch.num_keys.items()
+        if self._bounded is not None and self._batch.key_batches is not None:
+            num_near, num_dram = (self._batch.num_keys[None][tier] for tier in (Tier.GPU, Tier.DRAM))
+            figures = {Tier.DRAM: self._handovers[num_rows].figures.numpy()}
+            read = scanned_bytes(
+                {Tier.DRAM: self._bounded.copies[Tier.DRAM]}, figures, {Tier.DRAM: num_dram}, self._spec,
+                {Tier.DRAM: Lane.CPU},
+            )  # fmt: skip
+            return {Lane.GPU: near * num_near * self._spec.num_layers, Lane.STREAM: 0} | read
         return {
             Lane.GPU: near * sum(num[Tier.GPU] * self._num_layers[window] for window, num in num_keys),
             Lane.CPU: dram * sum(num[Tier.DRAM] * self._num_layers[window] for window, num in num_keys),
             Lane.STREAM: dram * self._batch.num_streamed * self._spec.num_layers,
         }
 
-    def _compute(self, num_rows: int, handover: Handover | None) -> None:
+    def _compute(self, num_rows: int, host: HostAnswers | None) -> None:
         """All that a graph holds: from the inputs on the device to logits and chosen tokens there."""
         rows = self._inputs.device(num_rows)
         rows.extend_table()
@@ -293,26 +386,36 @@ class DecodeSteps:
         )
         paged = PagedAttention(self._spec, self._pools[Tier.GPU], rows)
         attention: AttentionOp = paged
-        if handover is not None:
+        hybrid: HybridAttention | None = None
+        if host is not None and host.keys is not None:
             streamed = StreamedAttention(self._spec, self._stream, rows) if self._stream is not None else None
-            attention = HybridAttention(paged, handover, streamed)
-        hidden = self._forward(self._model, batch, attention)
+            attention = hybrid = HybridAttention(paged, host.keys, streamed, is_bounded=self._bounded is not None)
         logits = self._logits[:num_rows]
-        logits.copy_(self._model.logits(hidden))
+        with self._handing_over(host):
+            hidden = self._forward(self._model, batch, attention)
+            if hybrid is not None:
+                hybrid.end()
+            logits.copy_(self._model.logits(hidden))
+        self._settle_weights()
         chosen = api.likeliest(logits)
         self._chosen[:num_rows].copy_(chosen)
         self._tokens.write(chosen)
 
+    def _handing_over(self, host: HostAnswers | None) -> AbstractContextManager[None]:
+        if self._weights is None or host is None or host.weights is None:
+            return nullcontext()
+        return self._weights.handing_over(host.weights.begin)
+
     def _try_capture(
-        self, capture: Capture, num_rows: int, handover: Handover | None, batches: Sequence[KeyBatch] | None
+        self, capture: Capture, num_rows: int, host: HostAnswers | None, batches: Sequence[KeyBatch] | None
     ) -> bool:
         """Compute the step, then capture it; False if graphs had to be given up (the step may or may not have run).
 
         NOTE: computing a step twice is harmless: it stores the same rows in the same slots.
         """
         try:
-            self._launch(num_rows, handover, batches)
-            self._replays[num_rows, handover is not None] = capture(lambda: self._compute(num_rows, handover))
+            self._launch(num_rows, host, batches)
+            self._replays[num_rows, batches is not None] = capture(lambda: self._compute(num_rows, host))
         except LaneError:
             raise
         except Exception as error:  # of torch, the driver, or Triton's compiler: the ordinary path is always there
@@ -326,11 +429,3 @@ class DecodeSteps:
         self._is_given_up = True
         self._replays.clear()
         logger.warning("CUDA graphs are given up, decode is slower: a step of %d rows failed: %s", num_rows, error)
-
-
-def make_buckets(max_running_requests: int) -> tuple[int, ...]:
-    """Sizes of decode steps, up to the first that holds all running requests, and to 256: beyond that a launch's cost
-    is small beside the step's."""
-    sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
-    largest = next((size for size in sizes if size >= max_running_requests), sizes[-1])
-    return tuple(size for size in sizes if size <= largest)

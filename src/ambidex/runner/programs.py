@@ -11,15 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ambidex.attention.bounded_scan import BoundedScan, collect_figures, scanned_bytes
 from ambidex.attention.contexts import Contexts
 from ambidex.attention.tiled_step import TiledAttention, TiledInputs, find_positions
 from ambidex.core.errors import UnrecordableError
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.model_spec import ModelSpec
-from ambidex.core.step import ScheduledRequest
+from ambidex.core.step import ScheduledRequest, SelectionFigures
 from ambidex.kernels import api
 from ambidex.kernels.cpu.recorded import Arena, Program, Recording
 from ambidex.models.base import AttentionOp, CausalLM
@@ -52,6 +55,7 @@ class ProgramSteps:
         forward: how the model is called.
         pools: the KV of both tiers, in tile order.
         max_rows: requests of a step, at most MOST_ROWS of which are recorded.
+        bounded: the bounded policy; None: all keys are attended.
     """
 
     def __init__(
@@ -62,10 +66,12 @@ class ProgramSteps:
         forward: Callable[[CausalLM, InputBatch, AttentionOp], Tensor],
         pools: Mapping[Tier, TiledKVPool],
         max_rows: int,
+        bounded: BoundedScan | None = None,
     ) -> None:
         self._model = model
         self._spec = spec
         self._forward = forward
+        self._bounded = bounded
         self._pools = {tier: pool for tier, pool in pools.items() if pool.num_blocks}
         self._block_size = next(iter(pools.values())).spec.block_size
         self._max_rows = min(max_rows, MOST_ROWS)
@@ -103,8 +109,9 @@ class ProgramSteps:
         return DecodeOutput(
             logits=recorded.logits,
             chosen=recorded.chosen,
-            lane_bytes=self._lane_bytes(inputs),
+            lane_bytes=lambda: self._lane_bytes(inputs, tiers),
             is_replayed=is_replayed,
+            selection=None if self._bounded is None else lambda: self._selection(inputs, tiers, positions),
         )
 
     def try_launch(self, requests: Sequence[ScheduledRequest]) -> None:
@@ -113,7 +120,11 @@ class ProgramSteps:
     def _find_inputs(self, num_rows: int) -> TiledInputs:
         if num_rows not in self._inputs:
             self._inputs[num_rows] = TiledInputs(
-                num_rows, windows=tuple(self._num_layers), block_size=self._block_size, tiers=tuple(self._pools)
+                num_rows,
+                windows=tuple(self._num_layers),
+                block_size=self._block_size,
+                tiers=tuple(self._pools),
+                bounded=self._bounded,
             )
         return self._inputs[num_rows]
 
@@ -141,9 +152,19 @@ class ProgramSteps:
         self._recorded[inputs.num_rows, tuple(tiers)] = recorded
         return recorded
 
-    def _lane_bytes(self, inputs: TiledInputs) -> dict[Lane, int]:
+    def _selection(self, inputs: TiledInputs, tiers: Sequence[Tier], positions: NDArray[np.int64]) -> SelectionFigures:
+        figures = {tier: inputs.figures[tier].numpy() for tier in tiers}
+        return collect_figures(figures, inputs.num_scanned, int(positions.sum()) + len(positions))
+
+    def _lane_bytes(self, inputs: TiledInputs, tiers: Sequence[Tier]) -> dict[Lane, int]:
         """Bytes of K and V that each lane read in the step."""
         num_bytes = dict.fromkeys(_LANES.values(), 0)
+        if self._bounded is not None:
+            num_bytes |= scanned_bytes(
+                {tier: self._bounded.copies[tier] for tier in tiers},
+                {tier: inputs.figures[tier].numpy() for tier in tiers},
+                inputs.num_scanned, self._spec, _LANES,
+            )  # fmt: skip
         for window, by_tier in inputs.num_keys.items():
             for tier, num_keys in by_tier.items():
                 size = self._pools[tier].spec.bytes_per_token_layer

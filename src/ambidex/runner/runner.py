@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ambidex.attention.bounded_scan import BoundedScan
 from ambidex.attention.selective import SelectiveAttention
 from ambidex.attention.tiered import TieredAttention
 from ambidex.attention.traced import CudaClock
 from ambidex.core.errors import InternalError, LaneError
 from ambidex.core.ids import Lane, RequestId
+from ambidex.core.selection import StageTimes
 from ambidex.core.step import SampledToken, SelectionFigures, StepPlan, StepResult
 from ambidex.core.trace import NullTracer, Tracer, Track
 from ambidex.models.base import AttentionOp, CausalLM
@@ -82,6 +84,7 @@ class ModelRunner:
         torch_threads: how many threads torch computes with in a step of so many tokens; None: as it was set.
         tracer: is told the sections of each step.
         device_clock: tells what the device did meanwhile; None: nobody does.
+        bounded: the bounded policy in its native form, which is told what each step writes.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class ModelRunner:
         torch_threads: TorchThreads | None = None,
         tracer: Tracer | None = None,
         device_clock: CudaClock | None = None,
+        bounded: BoundedScan | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -109,6 +113,7 @@ class ModelRunner:
         self._torch_threads = torch_threads
         self._tracer = tracer or NullTracer()
         self._device_clock = device_clock
+        self._bounded = bounded
         self._last_end = 0.0  # of the last step that was launched; `time.perf_counter` seconds
 
     @torch.inference_mode()
@@ -129,6 +134,10 @@ class ModelRunner:
             self._sampler.add(request)
             if self._selective is not None:
                 self._selective.add(request)
+        if self._bounded is not None:
+            self._bounded.note(plan)
+        if plan.selection is not None and self._selective is not None:
+            self._selective.apply(plan.selection)
         moves = self._copies.run(plan.moves)
         clock.lap("moves")
         failures: dict[RequestId, str] = {}
@@ -161,6 +170,7 @@ class ModelRunner:
             lane_bytes=computed.lane_bytes,
             is_replayed=computed.is_replayed,
             selection=computed.selection,
+            stages=self._stage_times(clock) if computed.tokens else None,
             num_graph_failures=self.decode_steps.num_failures if self.decode_steps is not None else 0,
         )
 
@@ -219,6 +229,9 @@ class ModelRunner:
             tokens=tokens, failures=failures, lane_bytes=self._attention.lane_bytes, selection=self._selection()
         )
 
+    def _stage_times(self, clock: SectionClock) -> StageTimes | None:
+        return self._selective.stage_times(clock.seconds.get("forward", 0.0)) if self._selective is not None else None
+
     def _selection(self) -> SelectionFigures | None:
         return self._selective.selection if self._selective is not None else None
 
@@ -236,7 +249,13 @@ class ModelRunner:
             allowed = [plan.requests[row].allowed_tokens for row in rows]
             tokens, failures = self._sampler.sample(output.logits if is_whole else output.logits[rows], ids, allowed)
         clock.lap("sample")
-        return _Computed(tokens=tokens, failures=failures, lane_bytes=output.lane_bytes, is_replayed=output.is_replayed)
+        return _Computed(
+            tokens=tokens,
+            failures=failures,
+            lane_bytes=output.lane_bytes(),
+            selection=output.selection() if output.selection is not None else None,
+            is_replayed=output.is_replayed,
+        )
 
 
 def call_model(model: CausalLM, batch: InputBatch, attention: AttentionOp) -> torch.Tensor:

@@ -153,5 +153,15 @@ def test_balance_finds_the_share_at_which_both_lanes_end_together(link: float, f
     dram = 90.0
     balance = LaneBalance(first)
     for _ in range(200):
-        balance.update(1.0 if (1 - balance.share) / dram > balance.share / link else 0.0)
+        balance.update(1.0 if (1 - balance.share) / dram > balance.share / link else 0.0, achieved=balance.share)
     assert balance.share == pytest.approx(link / (link + dram), rel=0.05)
+
+
+def test_balance_does_not_run_away_from_what_the_buffer_holds() -> None:
+    balance, room = LaneBalance(0.3), 0.35
+    for _ in range(50):  # the CPU lane ends last, but the stream lane can take no more
+        balance.update(1.0, achieved=min(balance.share, room))
+    assert balance.share <= room * 1.25
+    balance.update(0.0, achieved=room)
+    balance.update(0.0, achieved=min(balance.share, room))
+    assert balance.share <= room * 1.05, "it answers late when the link becomes the slower lane"

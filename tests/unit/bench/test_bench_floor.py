@@ -14,11 +14,11 @@ from ambidex.bench.floor import (
     prefill_floor,
     prefill_flops,
     step_weights,
-    visible_pairs,
 )
 from ambidex.core.dtypes import DType
 from ambidex.core.ids import Lane
 from ambidex.core.model_spec import Activation, ModelSpec, RopeSpec
+from ambidex.cost.terms import visible_pairs
 from ambidex.models.registry import build_model
 
 CPU = torch.device("cpu")

@@ -58,6 +58,9 @@ class FakeLLM:
         stats.num_decode_tokens, stats.decode_seconds = 2, 0.25
         return stats
 
+    def compare_decode(self) -> tuple[float, float] | None:
+        return (0.010, 0.0125)
+
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
         words = tuple(range(len(prompt.split() if isinstance(prompt, str) else prompt)))
         if len(words) >= self.context_limit:

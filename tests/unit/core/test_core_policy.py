@@ -11,6 +11,7 @@ from ambidex.core.policy import (
     BoundedScores,
     Budget,
     H2OForm,
+    HybridGenFeedback,
     HybridGenMode,
     PolicyName,
     PolicySettings,
@@ -30,7 +31,7 @@ def test_without_a_policy_all_keys_are_attended() -> None:
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("bounded", {"max_dropped_mass": 0.01, "bounded_scores": BoundedScores.EXACT}),
+        ("bounded", {"max_dropped_mass": 0.01, "bounded_scores": BoundedScores.AUTO}),
         ("streaming_llm", {"budget": Budget(tokens=516), "sink_tokens": 4}),
         ("h2o", {"budget": Budget(percent=20), "recent_percent": 50, "h2o_form": H2OForm.FLEXGEN}),
         ("keyformer", {"budget": Budget(percent=60), "recent_percent": 30, "tau_start": 1.0, "tau_end": 2.0}),
@@ -45,6 +46,8 @@ def test_without_a_policy_all_keys_are_attended() -> None:
                 "partial_percent": 20,
                 "exact_layers": 2,
                 "hybridgen_mode": HybridGenMode.POST,
+                "hybridgen_feedback": HybridGenFeedback.OFF,
+                "min_selected_tokens": 64,
             },
         ),
     ],
@@ -68,7 +71,8 @@ def test_options_of_another_policy_are_refused_by_name(name: PolicyName) -> None
     values: dict[str, Any] = {
         "policy_tokens": 9, "policy_percent": 9, "recent_percent": 9, "sink_tokens": 9, "h2o_form": "drop",
         "max_dropped_mass": 0.5, "bounded_scores": "int8", "tau_start": 3.0, "tau_end": 3.0, "page_tokens": 2,
-        "exact_layers": 3, "alpha": 3.0, "partial_percent": 9, "hybridgen_mode": "pre", "near_tokens": 9,
+        "exact_layers": 3, "alpha": 3.0, "partial_percent": 9, "hybridgen_mode": "pre", "hybridgen_feedback": "mode",
+        "min_selected_tokens": 5, "near_tokens": 9,
     }  # fmt: skip
     assert set(values) == {option for own in DEFAULTS.values() for option in own}
     for option, value in values.items():
@@ -89,7 +93,7 @@ def test_options_of_another_policy_are_refused_by_name(name: PolicyName) -> None
         ),
         ({"policy": "bounded", "max_dropped_mass": -0.1}, "is -0.1: it must be a number of at least 0"),
         ({"policy": "bounded", "max_dropped_mass": float("nan")}, "is nan: it must be a number of at least 0"),
-        ({"policy": "bounded", "bounded_scores": "int3"}, "is 'int3': it must be one of auto, exact, int8"),
+        ({"policy": "bounded", "bounded_scores": "int3"}, "is 'int3': it must be one of auto, scan, exact, int8"),
         ({"policy": "h2o", "policy_tokens": 1}, "`policy_tokens` is 1: `policy` h2o needs at least 2"),
         ({"policy": "h2o", "policy_tokens": 8, "policy_percent": 8}, "exclude each other: give one"),
         ({"policy": "h2o", "policy_percent": 101}, "is 101: it must be at most 100"),
@@ -120,5 +124,5 @@ def test_a_policy_has_no_prefix_cache() -> None:
 
 
 def test_words_name_what_is_set() -> None:
-    assert resolve(policy="bounded").words() == "max_dropped_mass 0.01, bounded_scores exact"
+    assert resolve(policy="bounded").words() == "max_dropped_mass 0.01, bounded_scores auto"
     assert resolve(policy="h2o").words() == "budget 20 % of the prompt, recent_percent 50, h2o_form flexgen"

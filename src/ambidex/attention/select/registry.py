@@ -26,13 +26,13 @@ def make_policy(settings: PolicySettings, spec: ModelSpec) -> Policy:
     windows = [window for window in spec.windows if window is not None]
     if windows and not settings.is_exact:
         raise UnsupportedModelError(
-            f"--policy {settings.name} cannot serve this {spec.architecture} model: {len(windows)} of its layers have "
-            f"a sliding window of {max(windows)} tokens, which chooses keys already: use --policy exact"
+            f"`policy` {settings.name} cannot serve this {spec.architecture} model: {len(windows)} of its layers have "
+            f"a sliding window of {max(windows)} tokens, which chooses keys already: use `policy` exact"
         )
     if spec.alibi_slopes is not None and not settings.is_exact:
         raise UnsupportedModelError(
-            f"--policy {settings.name} cannot serve this {spec.architecture} model: its positions are biases of scores "
-            f"(alibi), which policies do not know: use --policy exact"
+            f"`policy` {settings.name} cannot serve this {spec.architecture} model: its positions are biases of scores "
+            f"(alibi), which policies do not know: use `policy` exact"
         )
     match settings.name:
         case PolicyName.EXACT:

@@ -129,6 +129,20 @@ class KeyBatch:
             raise ShapeError(f"key batch: {error}") from error
         self.num_rows = int(row_offsets[-1])
 
+    def set_positions(self, of_blocks: Tensor, of_rows: Tensor) -> None:
+        """Say where keys and queries stand in their contexts, for attention with slopes.
+
+        Args:
+            of_blocks: [n] int64, the position of the first token of each of `block_ids`.
+            of_rows: [T] int64, of each query.
+        Raises:
+            ShapeError: they do not fit the batch.
+        """
+        try:
+            self.native.set_positions(of_blocks.numpy(), of_rows.numpy())
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"key batch: {error}") from error
+
     def assign(
         self, block_ids: Array64, block_offsets: Array64, first_key: Array64, num_keys: Array64, row_offsets: Array64
     ) -> None:
@@ -205,6 +219,7 @@ class AttentionPool:
         scale: float,
         k_scales: Tensor | None = None,
         v_scales: Tensor | None = None,
+        slopes: Tensor | None = None,
         isa: str | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Partial attention of a ragged batch over blocks of one layer, where they lie.
@@ -217,6 +232,8 @@ class AttentionPool:
             k_pool, v_pool: tiled, of one dtype out of `NUMBER_NAMES`.
             scale: factor of q·k, positive.
             k_scales, v_scales: [Hkv, N, P] fp32, with int8 pools only: row = scale · integers.
+            slopes: [Hq] fp32 (ALiBi, arXiv:2108.12409): a score is less by slope · (position of q − position of k); the
+                batch has positions then.
             isa: one of `available_isas()`, for tests; None for the fastest.
         Returns:
             `out` [T, Hq, D] fp32 and `lse` [T, Hq] fp32, natural log; 0 and −inf where a request sees no key.
@@ -239,6 +256,7 @@ class AttentionPool:
                 scale,
                 out,
                 lse,
+                slopes=None if slopes is None else slopes.numpy(),
                 isa=isa,
             )
         except (TypeError, ValueError) as error:
@@ -360,6 +378,7 @@ class AttentionScript:
         except (TypeError, ValueError) as error:
             raise ShapeError(f"attention script: {error}") from error
         self._kept: list[tuple[Tensor, ...]] = [(asked, answered, streamed)]
+        self._kept_owners: list[tuple[object, ...]] = []
 
     def add_layer(
         self,
@@ -391,11 +410,27 @@ class AttentionScript:
             raise ShapeError(f"attention script: {error}") from error
         self._kept.append((q, k_pool, v_pool, out, lse))
 
-    def run(self, batches: Sequence[KeyBatch], *, limit_s: float) -> tuple[int, int]:
+    def bound_layer(self, pool: "_native.BoundedPool", arrays: "_native.BoundedArrays", *owners: object) -> None:
+        """Let bounded attention over other keys follow upon the layer added last, joined with its answer.
+
+        Args:
+            arrays: `near` is the layer's `out` and `lse`; `other_lse` counts once the layer's word in `streamed` is 1.
+            owners: of the memory that they name.
+        Raises:
+            ShapeError: they are another layer's.
+        """
+        try:
+            self._native.bound_layer(pool, arrays)
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"attention script: {error}") from error
+        self._kept_owners.append((arrays, *owners))
+
+    def run(self, batches: Sequence[KeyBatch], *, limit_s: float, scanned: Sequence[KeyBatch] = ()) -> tuple[int, int]:
         """Answer a step.
 
         Args:
             batches: the keys of each layer.
+            scanned: those that bounded attention reads, if layers are bounded.
             limit_s: how long to wait for the queries of a layer.
         Returns:
             How many layers were answered, fewer than all if the queries of one did not come in time; and in how many
@@ -405,7 +440,7 @@ class AttentionScript:
         Cost: lasts as long as the step, the GIL released.
         """
         try:
-            return self._native.run([batch.native for batch in batches], limit_s)
+            return self._native.run([batch.native for batch in batches], limit_s, [batch.native for batch in scanned])
         except (TypeError, ValueError) as error:
             raise ShapeError(f"attention script: {error}") from error
 

@@ -1,0 +1,285 @@
+"""How fast is decode when the weights do not fit into GPU memory, against what the memories and the link allow?
+
+    .venv/bin/python bench/decode_weights.py --placement ours                # OPT-30B's shape, 24 GiB of GPU memory
+    .venv/bin/python bench/decode_weights.py --placement layer_split --batches 1
+    .venv/bin/python bench/decode_weights.py --shape llama-2-70b --kind Q4_0 --gpu-memory 16GiB --batches 1,8,16
+    .venv/bin/python bench/decode_weights.py --shape llama-2-70b --layers 40 # bf16, as many layers as DRAM holds
+    .venv/bin/python bench/decode_weights.py --shape tiny --device cpu --dtype fp32 --gpu-memory 20MiB --steps 4
+
+Random weights, each byte in memory of its own. One engine for each batch, since keys and values share the GPU budget
+with the weights. Placements, all in this engine:
+
+    ours         what the engine does by itself: the rest is divided between CPU and link, by rates measured at start
+    auto         what the solver finds with this machine's profile (run `ambidex calibrate` first)
+    layer_split  whole layers on the GPU or on the CPU, one after the other (llama.cpp's -ngl)
+    streamed     the rest of the weights travels to the GPU in every step (FlexGen's streaming)
+    cpu          all weights that can be divided are multiplied by the CPU
+
+Floor of a step: the slowest lane's bytes over its rate, measured in the same run: GPU memory (its weights, keys and
+values), DRAM read by the lane's threads (weights that the CPU multiplies), pinned copies (weights that travel). Appends
+one JSON line to bench/results/decode_weights.jsonl.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+import decode_gpu
+from ambidex import EngineConfig
+from ambidex.bench.links import measure_rates
+from ambidex.core.config import DeviceKind, DTypeChoice, LoadFormat
+from ambidex.core.errors import AmbidexError
+from ambidex.core.ids import Lane, Tier
+from ambidex.core.placement import LayerPlacement, Placement, WeightSizes, WeightSplit
+from ambidex.core.step import make_buckets
+from ambidex.core.units import MIB, parse_size
+from ambidex.cost.workload import KVShares
+from ambidex.engine.build import build_engine, default_num_threads
+from ambidex.engine.engine import Engine
+from ambidex.engine.weights_plan import chunk_bytes_for, fill_placement
+from ambidex.formats.locate import find_model
+from ambidex.formats.spec import read_spec
+from ambidex.kernels.reference.quantized import RECORD_BYTES
+from ambidex.layers.linear import Linear
+from ambidex.mlp.split_site import Level
+from ambidex.models.divided import measure_weights
+from ambidex.models.registry import build_model
+from ambidex.runner.decode import DecodeForm
+from ambidex.runner.device import choose_device
+from ambidex.solver.placement_file import placement_json
+from harness import REPO, Quantiles, append_record, environment, significant
+
+PLACEMENTS: Final = ("ours", "auto", "layer_split", "streamed", "cpu")
+BLOCK_SIZE: Final = 16
+ALLOWANCE_BYTES: Final = 1536 * MIB
+"""Of the GPU budget, for workspace and graphs, where the placement is made here."""
+
+
+def main() -> int:
+    """Measure, print, record."""
+    args = parse_args()
+    opening = environment()
+    device = choose_device(args.device)
+    num_threads = default_num_threads(device)
+    rates = measure_rates(device, num_threads=num_threads).rates()
+    points = []
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            make_model(Path(folder), args)
+            for batch in args.batches:
+                points.append(measure_batch(Path(folder), batch, args, rates))
+                print_point(points[-1])
+                gc.collect()  # the next engine needs the memory
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+    except AmbidexError as error:
+        print(error, file=sys.stderr)
+        return 2
+    record = {
+        "bench": "decode_weights", **opening,
+        "settings": {"shape": args.shape, "layers": args.layers, "dtype": args.dtype.value, "kind": args.kind,
+                     "context": args.context,
+                     "placement": args.placement, "gpu_memory": args.gpu_memory, "steps": args.steps,
+                     "block_size": BLOCK_SIZE, "chunk": args.chunk, "kv_gpu_percent": args.kv_gpu_percent,
+                     "threads": num_threads, "warmup": f"{decode_gpu.NUM_WARMUP_STEPS} steps of each batch"},
+        "rates": {"unit": "bytes/s", "dram": rates.dram, "gpu": rates.gpu, "link": rates.link},
+        "points": points,
+    }  # fmt: skip
+    print(append_record(args.output, record))
+    return 0
+
+
+def parse_args() -> argparse.Namespace:
+    """Read the command line; ends the program with code 2 if it is wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0],
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
+    parser.add_argument("--shape", choices=decode_gpu.SHAPES, default="opt-30b", help="of the model")
+    parser.add_argument("--layers", type=int, help="of the model; default: the shape's")
+    parser.add_argument("--placement", choices=PLACEMENTS, default="ours", help="of the weights")
+    parser.add_argument("--gpu-memory", type=parse_size, default="24GiB", help="budget of the GPU")
+    parser.add_argument("--batches", default="1,8,64", help="requests of a step, in this order")
+    parser.add_argument("--context", type=int, default=128, help="tokens of each prompt")
+    parser.add_argument("--steps", type=int, default=12, help="measured steps of each batch")
+    parser.add_argument("--chunk", type=int, default=1024, help="tokens of a prefill step")
+    parser.add_argument("--kv-gpu-percent", type=int, default=100, help="of keys and values, on the GPU")
+    parser.add_argument("--device", type=DeviceKind, choices=list(DeviceKind), default=DeviceKind.CUDA, help="where")
+    parser.add_argument("--dtype", type=DTypeChoice, choices=[c for c in DTypeChoice if c is not DTypeChoice.AUTO],
+                        default=DTypeChoice.BF16, help="number format")  # fmt: skip
+    parser.add_argument("--kind", choices=RECORD_BYTES, help="GGUF type of the matrices; default: numbers of --dtype")
+    parser.add_argument("--output", type=Path, default=REPO / "bench/results/decode_weights.jsonl", help="gets a line")
+    args = parser.parse_args()
+    try:
+        args.batches = [int(word) for word in args.batches.split(",")]
+    except ValueError:
+        parser.error(f"--batches {args.batches!r} are not numbers such as 1,8,64")
+    if min(*args.batches, args.steps, args.context, args.chunk) < 1 or not 0 <= args.kv_gpu_percent <= 100:
+        parser.error("--batches, --steps, --context and --chunk must be at least 1, --kv-gpu-percent 0 to 100")
+    return args
+
+
+def make_model(folder: Path, args: argparse.Namespace) -> None:
+    """A folder with a config.json of the shape, with as many layers as asked for."""
+    decode_gpu.make_model_folder(folder, args.shape)
+    if args.layers is not None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": args.layers}))
+
+
+def measure_batch(folder: Path, batch: int, args: argparse.Namespace, rates: Any) -> dict[str, Any]:
+    """Build an engine for a batch, fill its contexts and time its steps."""
+    config = make_config(folder, batch, args)
+    start = time.perf_counter()
+    form = DecodeForm.FIXED if args.device is DeviceKind.CPU else None
+    # Others leave to the CPU what is the CPU's, however many tokens a step has; prompts' chunks go over the link here.
+    levels = [Level(most_tokens=max(128, batch), cpu_share=1.0)] if args.placement in ("layer_split", "cpu") else None
+    engine = build_engine(config, decode_form=form, dummy_kind=args.kind, cpu_levels=levels)
+    load_s = time.perf_counter() - start
+    options = decode_gpu.Options(
+        shape=args.shape, points=(decode_gpu.Point(batch=batch, context=args.context),), steps=args.steps,
+        chunk=args.chunk, device=args.device, dtype=args.dtype, graphs=config.graphs, profile=False, output=args.output,
+    )  # fmt: skip
+    point = options.points[0]
+    requests, fill_s = decode_gpu.fill(engine, point, options)
+    for _ in range(decode_gpu.NUM_WARMUP_STEPS):
+        decode_gpu.step(engine, point)
+    kv_before, replayed = dict(engine.stats.lane_bytes), engine.stats.num_replayed_steps
+    seconds = []
+    for _ in range(args.steps):
+        start = time.perf_counter()
+        decode_gpu.step(engine, point)
+        seconds.append(time.perf_counter() - start)
+    kv = {lane: (size - kv_before.get(lane, 0)) // args.steps for lane, size in engine.stats.lane_bytes.items()}
+    lanes = lane_bytes(engine, batch, kv)
+    lane_s = {
+        "gpu": lanes["gpu"] / (rates.gpu or rates.dram),
+        "cpu": lanes["cpu"] / rates.dram,
+        "link": lanes["link"] / (rates.link or rates.dram),
+    }
+    floor_s, took = max(lane_s.values()), Quantiles.of(seconds)
+    compared = engine.compare_decode()
+    for request in requests:
+        engine.core.scheduler.abort(request.request_id)
+    while engine.has_work:  # the executor hears of it
+        engine.core.step()
+    facts = {row.name: f"{row.value} ({row.why})" for row in engine.report.facts if row.name.startswith("weights_")}
+    return {
+        "batch": batch,
+        "step_s": took.record(),
+        "tokens_per_s": significant(batch / took.median),
+        "floor_s": significant(floor_s),
+        "predicted_s": None if compared is None else significant(compared[0]),
+        "times_floor": significant(took.median / floor_s, 3),
+        "lane_s": {lane: significant(value) for lane, value in lane_s.items()},
+        "lane_bytes": lanes,
+        "prefill_tokens_per_s": significant(batch * args.context / fill_s, 3),
+        "load_s": significant(load_s, 3),
+        "num_replayed_steps": engine.stats.num_replayed_steps - replayed,
+        "num_graph_failures": engine.stats.num_graph_failures,
+        "weights": {tier: sum(e.num_bytes for e in engine.figures.ledger.entries(tier) if e.owner.startswith("weight"))
+                    for tier in (Tier.GPU, Tier.DRAM)},
+        "facts": facts,
+        "fallbacks": {str(kind): num for kind, num in engine.stats.fallbacks.items()},
+    }  # fmt: skip
+
+
+def make_config(folder: Path, batch: int, args: argparse.Namespace) -> EngineConfig:
+    """An engine whose tiers hold the batch, with the weights where the placement says."""
+    num_chunks = -(-batch * args.context // args.chunk) + batch
+    longest = args.context + 2 * num_chunks + decode_gpu.NUM_WARMUP_STEPS + args.steps + 16
+    tokens = batch * (-(-longest // BLOCK_SIZE) + 1) * BLOCK_SIZE
+    near = tokens * args.kv_gpu_percent // 100
+    spec = read_spec(find_model(str(folder)))
+    kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * (-(-spec.head_dim // 32) * 32) * number_bytes(args)
+    path: Path | str | None = "auto" if args.placement == "auto" else None
+    if args.placement not in ("ours", "auto"):
+        dtype = torch.float32 if args.dtype is DTypeChoice.FP32 else torch.bfloat16
+        model = build_model(spec, device=torch.device("meta"), dtype=dtype)
+        linears = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)]
+        sizes = measure_weights(model, dtype.itemsize, kinds=dict.fromkeys(linears, args.kind) if args.kind else {})
+        ring = 4 * chunk_bytes_for(args.gpu_memory)
+        left = args.gpu_memory - near * kv_bytes - ALLOWANCE_BYTES - ring - sizes.whole
+        placement = make_placement(args.placement, sizes, left)
+        path = folder / "placement.json"
+        content = placement_json(placement, KVShares())
+        del content["kv"]  # settings say where keys and values lie
+        path.write_text(json.dumps(content))
+    settings: dict[str, int] = {}
+    if args.kv_gpu_percent < 100:
+        window = max(BLOCK_SIZE, longest * args.kv_gpu_percent // 100 - 64)
+        settings = {"num_sink_tokens": BLOCK_SIZE, "recent_window": window}
+    return EngineConfig(
+        model=str(folder),
+        device=args.device,
+        dtype=args.dtype,
+        load_format=LoadFormat.DUMMY,
+        block_size=BLOCK_SIZE,
+        max_context_len=longest,
+        max_tokens_per_step=args.chunk,
+        max_running_requests=batch,
+        gpu_memory=args.gpu_memory,
+        kv_gpu_tokens=near,
+        placement=None if path is None else str(path),
+        **settings,
+    )
+
+
+def number_bytes(args: argparse.Namespace) -> int:
+    """Bytes of a weight."""
+    return 4 if args.dtype is DTypeChoice.FP32 else 2
+
+
+def make_placement(name: str, sizes: WeightSizes, gpu_bytes: int) -> Placement:
+    """One of the baselines, with so many bytes on the GPU at most."""
+    if name == "streamed":
+        return fill_placement(sizes, gpu_bytes, streamed_share=1.0)
+    if name == "cpu":
+        return fill_placement(sizes, 0, streamed_share=0.0)
+    of_layer = [attention + mlp for attention, mlp in zip(sizes.attention, sizes.mlp, strict=True)]
+    num, left = 0, gpu_bytes - sizes.head
+    while num < len(of_layer) and left >= of_layer[num]:
+        left -= of_layer[num]
+        num += 1
+    on_cpu = WeightSplit(on_gpu=0.0, on_cpu=1.0)
+    elsewhere = LayerPlacement(attention=on_cpu, mlp=on_cpu)
+    return Placement(layers=(elsewhere,) * (len(of_layer) - num) + (LayerPlacement(),) * num)
+
+
+def lane_bytes(engine: Engine, batch: int, kv: dict[Lane, int]) -> dict[str, int]:
+    """Bytes that each lane reads in a step: weights, and keys and values."""
+    held = {entry.owner: entry.num_bytes for entry in engine.figures.ledger.entries(Tier.GPU)}
+    spec, size = engine.figures.spec, engine.figures.dtype.num_bytes
+    looked_up = 0 if spec.tie_embeddings else spec.vocab_size * spec.hidden_size * size
+    steps = engine.core.executor.decode_steps  # type: ignore[attr-defined]  # the runner's
+    rows = next((rows for rows in make_buckets(batch) if rows >= batch), batch)
+    lanes = steps.weight_lanes.num_bytes(rows) if steps is not None and steps.weight_lanes is not None else {}
+    return {
+        "gpu": held["weights"] - looked_up + kv.get(Lane.GPU, 0),
+        "cpu": lanes.get(Lane.CPU, 0) + kv.get(Lane.CPU, 0),
+        "link": lanes.get(Lane.STREAM, 0) + kv.get(Lane.STREAM, 0),
+    }
+
+
+def print_point(point: dict[str, Any]) -> None:
+    """Lines for people."""
+    took, lanes = point["step_s"], point["lane_bytes"]
+    print(
+        f"batch {point['batch']:3}: {took['median'] * 1e3:8.1f} ms a step ({took['q20'] * 1e3:.1f} … "
+        f"{took['q80'] * 1e3:.1f}), floor {point['floor_s'] * 1e3:.1f} ms (times {point['times_floor']}), "
+        f"{point['tokens_per_s']} tokens/s, prefill {point['prefill_tokens_per_s']} tokens/s; GB a step: "
+        + ", ".join(f"{lane} {size / 1e9:.2f}" for lane, size in lanes.items())
+        + f"; replayed {point['num_replayed_steps']}, built in {point['load_s']} s",
+        flush=True,
+    )
+    for name, fact in point["facts"].items():
+        print(f"      {name}: {fact}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""How much faster than exact attention is the bounded op, and at what share of the memory's read rate does it run?
+
+    python bench/ops/cpu_bounded.py [--gib 4] [--threads 8,16] [--out bench/results/cpu_bounded.jsonl]
+
+One call is one layer's decode step. Keys are random with scores of one nat's spread, but for planted ones, a share of
+the keys for each query head, that hold 99.5 % of its softmax together: so many are kept at a dropped mass of 0.01 (the
+union over the heads of a group is larger, and is what is read). As many layers as `--gib` GiB hold are read in turn, as
+a model's are. Printed are the bytes that the op must read, the time that plain reads of them take with the same threads
+in the same run (predicted), the time measured, and exact attention over the same keys. The last line is a JSON record.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ambidex.hw.topology import read_topology
+from ambidex.kernels import api
+from ambidex.kernels.cpu import native
+from ambidex.kernels.cpu.bounded import BoundedPool, ScannedLayer
+from ambidex.storage.huge_pages import advise_huge_pages
+from harness import REPO, Quantiles, append_record, environment, measure_seconds, significant, watch_others
+
+BLOCK_SIZE: Final = 64
+NUM_KV_HEADS: Final = 8
+HEAD_DIM: Final = 128
+NUM_RUNS: Final = 5
+MAX_MASS: Final = 0.01
+PLANTED_MASS: Final = 0.995
+LINE: Final = 64
+READ_BYTES: Final = 2**30
+"""Of the plain reads that predictions go by."""
+NUMBERS: Final = {"bf16": torch.bfloat16, "int8": torch.int8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is measured: number type of the pool, query heads a KV head, keys, planted share, threads."""
+
+    number: str
+    group: int
+    context: int
+    planted: float
+    threads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """A pool in tile order of one layer, and what the bounded op reads beside it."""
+
+    k: Tensor
+    k_scales: Tensor | None
+    scanned: ScannedLayer
+
+    def clone(self) -> "Layer":
+        """The same content in other memory."""
+        k = clone(self.k)
+        scales = None if self.k_scales is None else clone(self.k_scales)
+        old = self.scanned
+        is_int8 = scales is not None
+        return Layer(
+            k=k,
+            k_scales=scales,
+            scanned=replace(
+                old,
+                scanned=k if is_int8 else clone(old.scanned),
+                scales=scales if scales is not None else clone(old.scales),
+                rows=None if old.rows is None else clone(old.rows),
+                v=clone(old.v),
+            ),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of it."""
+        parts = [self.k, self.scanned.v, *((self.scanned.scanned, self.scanned.rows) if self.k_scales is None else ())]
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+
+def main() -> int:
+    """Measure, print, record."""
+    options = parse_options()
+    threads = [n for n in options.threads if n <= read_topology().num_usable_cores]
+    memory = torch.ones(READ_BYTES, dtype=torch.uint8)
+    with watch_others() as others:
+        points = []
+        for n in threads:
+            pool = native.ThreadPool(n)
+            rate = READ_BYTES / min(measure_seconds(lambda p=pool: p.read(memory), num_warmups=1, num_runs=NUM_RUNS))
+            print(f"plain read, {n} threads: {rate / 1e9:.1f} GB/s", flush=True)
+            points += [
+                measure(case, pool, rate, int(options.gib * 2**30))
+                for case in all_cases(n, options.contexts, quick=options.quick)
+            ]
+    record = environment() | {
+        "bench": "cpu_bounded",
+        "isa": native.isa(),
+        "gib": options.gib,
+        "block_size": BLOCK_SIZE,
+        "num_kv_heads": NUM_KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "max_dropped_mass": MAX_MASS,
+        "points": points,
+        "others": asdict(others),
+    }
+    print(append_record(options.out, record))
+    return 0
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = lambda s: [int(n) for n in s.split(",")]  # noqa: E731
+    parser.add_argument("--gib", type=float, default=4.0, help="memory that is read through, GiB")
+    parser.add_argument("--threads", type=numbers, default=[8, 15])
+    parser.add_argument("--contexts", type=numbers, default=[8192, 32768, 131072], help="keys of the request")
+    parser.add_argument("--quick", action="store_true", help="group 4, 3 %% planted only")
+    parser.add_argument("--out", type=Path, default=REPO / "bench" / "results" / "cpu_bounded.jsonl")
+    return parser.parse_args()
+
+
+def all_cases(threads: int, contexts: Sequence[int], *, quick: bool) -> list[Case]:
+    """Every context in both formats at group 4; other groups and planted shares at one context."""
+    cases = [
+        Case(number=number, group=4, context=context, planted=0.01, threads=threads)
+        for number in NUMBERS
+        for context in contexts
+    ]
+    if not quick:
+        middle = contexts[len(contexts) // 2]
+        cases += [
+            Case(number=number, group=group, context=middle, planted=planted, threads=threads)
+            for number in NUMBERS
+            for group, planted in ((1, 0.03), (7, 0.01), (4, 0.03), (4, 0.1))
+        ]
+    return cases
+
+
+def measure(case: Case, threads: native.ThreadPool, rate: float, memory_bytes: int) -> dict[str, object]:
+    """Time passes over all layers and print the line of a case."""
+    attention, bounded = native.AttentionPool(threads), BoundedPool(threads)
+    layer, q = make_layer(case, attention, bounded)
+    layers = [layer, *(layer.clone() for _ in range(memory_bytes // layer.num_bytes - 1))]
+    num_blocks = case.context // BLOCK_SIZE
+    batch = native.KeyBatch(
+        torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)),
+        torch.tensor([0, num_blocks]), torch.tensor([0]), torch.tensor([case.context]), torch.tensor([0, 1]),
+        block_size=BLOCK_SIZE,
+    )  # fmt: skip
+    scale = HEAD_DIM**-0.5
+    figures = torch.empty(0)
+
+    def run_bounded() -> None:
+        nonlocal figures
+        for each in layers:
+            _, _, figures = bounded.attend_bounded(q, each.scanned, batch, scale=scale, max_mass=MAX_MASS)
+
+    def run_exact() -> None:
+        for each in layers:
+            attention.attend_blocks(
+                q, each.k, each.scanned.v, batch, scale=scale, k_scales=each.k_scales, v_scales=each.scanned.v_scales
+            )
+
+    seconds = [s / len(layers) for s in measure_seconds(run_bounded, num_warmups=1, num_runs=NUM_RUNS)]
+    exact = [s / len(layers) for s in measure_seconds(run_exact, num_warmups=1, num_runs=NUM_RUNS)]
+    kept = float(figures[..., 4].mean()) / case.context
+    size = NUMBERS[case.number].itemsize
+    row_bytes = (HEAD_DIM * size if case.number != "int8" else 0) + HEAD_DIM // 16 * LINE  # a row of K, lines of V
+    num_bytes = NUM_KV_HEADS * case.context * (HEAD_DIM + 4 + kept * row_bytes)
+    best = min(seconds)
+    print(
+        f"{case.number} group {case.group} {case.context:6} keys {case.threads:2} threads, {len(layers)} layers: kept "
+        f"{kept:.1%} (mass at most {float(figures[..., 0].max()):.4f}); {num_bytes / 1e6:.0f} MB, predicted "
+        f"{num_bytes / rate * 1e6:.0f} µs, measured {best * 1e6:.0f} µs (median "
+        f"{Quantiles.of(seconds).median * 1e6:.0f}): {num_bytes / best / rate:.0%} of plain reads; exact "
+        f"{min(exact) * 1e6:.0f} µs: {min(exact) / best:.2f} times faster",
+        flush=True,
+    )
+    return asdict(case) | {
+        "num_layers": len(layers),
+        "kept": significant(kept, 3),
+        "max_dropped_mass": significant(float(figures[..., 0].max()), 3),
+        "bytes": int(num_bytes),
+        "read_bytes_per_s": significant(rate),
+        "predicted_s": significant(num_bytes / rate),
+        "seconds": Quantiles.of(seconds).record(),
+        "best_s": significant(best),
+        "exact_best_s": significant(min(exact)),
+    }
+
+
+def clone(tensor: Tensor) -> Tensor:
+    """A copy in huge pages where the system gives them, as pools are."""
+    copy = torch.empty_like(tensor)
+    advise_huge_pages(copy)
+    return copy.copy_(tensor)
+
+
+def make_layer(case: Case, attention: native.AttentionPool, bounded: BoundedPool) -> tuple[Layer, Tensor]:
+    """One layer and a query, as the module says."""
+    generator = torch.Generator().manual_seed(7)
+    num_blocks = case.context // BLOCK_SIZE
+    q = torch.randn((1, NUM_KV_HEADS * case.group, HEAD_DIM), generator=generator)
+    k = torch.randn((NUM_KV_HEADS, case.context, HEAD_DIM), generator=generator)
+    num_planted = max(1, int(case.planted * case.context))
+    rise = math.log(PLANTED_MASS / (1 - PLANTED_MASS) * (1 - case.planted) / case.planted)
+    for head in range(NUM_KV_HEADS * case.group):
+        places = torch.randperm(case.context, generator=generator)[:num_planted]
+        direction = q[0, head] / q[0, head].norm() ** 2 * HEAD_DIM**0.5
+        k[head // case.group, places] += rise * direction
+    v = torch.randn((NUM_KV_HEADS, case.context, HEAD_DIM), generator=generator)
+    dtype = NUMBERS[case.number]
+    shape = (NUM_KV_HEADS, num_blocks, BLOCK_SIZE, HEAD_DIM)
+    pools, scales = [], []
+    for part, rows in (("k", k), ("v", v)):
+        numbers, row_scales = api.quantize_rows(rows) if dtype == torch.int8 else (rows.to(dtype), None)
+        pool = torch.empty(shape, dtype=dtype)
+        attention.pack_blocks(part, pool, torch.arange(num_blocks), numbers.contiguous())  # type: ignore[arg-type]
+        pools.append(pool)
+        scales.append(None if row_scales is None else row_scales.view(shape[:3]).contiguous())
+    k_scales, v_scales = scales
+    scanned = ScannedLayer(
+        scanned=pools[0] if k_scales is not None else torch.empty(shape, dtype=torch.int8),
+        scales=k_scales if k_scales is not None else torch.empty(shape[:3]),
+        rows=None if k_scales is not None else torch.empty(shape, dtype=dtype),
+        v=pools[1],
+        v_scales=v_scales,
+        norms=torch.zeros(NUM_KV_HEADS, num_blocks, 2),
+    )
+    bounded.copy_for_scan(pools[0], pools[1], torch.arange(num_blocks), scanned, head_dim=HEAD_DIM, k_scales=k_scales)
+    return Layer(k=pools[0], k_scales=k_scales, scanned=scanned).clone(), q
+
+
+if __name__ == "__main__":
+    sys.exit(main())

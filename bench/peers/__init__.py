@@ -1,0 +1,1 @@
+"""Other engines, from their own packages, behind one protocol."""

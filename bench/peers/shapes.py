@@ -1,0 +1,70 @@
+"""Checkpoints with random weights in the shapes of known models, which every engine reads alike."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import Tokenizer, models
+
+
+def _llama(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, *, tied: bool) -> dict[str, Any]:
+    return {
+        "model_type": "llama", "hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": hidden // heads,
+        "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": tied,
+        "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0 if tied else 8.0,
+                            "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    }  # fmt: skip
+
+
+def _qwen(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab: int, *, tied: bool) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2", "hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "tie_word_embeddings": tied,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    }  # fmt: skip
+
+
+def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "opt", "hidden_size": hidden, "ffn_dim": 4 * hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "vocab_size": 50272, "max_position_embeddings": 2048,
+        "word_embed_proj_dim": hidden, "do_layer_norm_before": True, "activation_function": "relu",
+    }  # fmt: skip
+
+
+SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "opt-1.3b": _opt(2048, 24, 32),
+    "opt-2.7b": _opt(2560, 32, 32),
+    "opt-6.7b": _opt(4096, 32, 32),
+    "opt-13b": _opt(5120, 40, 40),
+    "llama-3.2-1b": _llama(2048, 8192, 16, 32, 8, tied=True),
+    "llama-3.2-3b": _llama(3072, 8192, 28, 24, 8, tied=True),
+    "llama-3.1-8b": _llama(4096, 14336, 32, 32, 8, tied=False),
+    "qwen2.5-1.5b": _qwen(1536, 8960, 28, 12, 2, 151936, tied=True),
+    "qwen2.5-7b": _qwen(3584, 18944, 28, 28, 4, 152064, tied=False),
+    "qwen2.5-14b": _qwen(5120, 13824, 48, 40, 8, 152064, tied=False),
+    "tiny": {**_llama(64, 96, 2, 4, 2, tied=False), "vocab_size": 131, "max_position_embeddings": 512},
+}
+"""The models of HybridGen's tables, by what their config.json says; `tiny` is to try the scripts."""
+
+
+def save_random_model(shape: str, folder: Path, *, seed: int = 0) -> int:
+    """Save a checkpoint in bf16 with a tokenizer that loads (no text is read); returns the vocabulary's size.
+
+    Weights are made where there is a GPU on it: an 8B model in seconds.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = dict(SHAPES[shape])
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    torch.manual_seed(seed)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    Tokenizer(models.BPE(vocab={"<unk>": 0, "a": 1, "b": 2}, merges=[], unk_token="<unk>")).save(
+        str(folder / "tokenizer.json")
+    )
+    return int(fields["vocab_size"])

@@ -1,0 +1,141 @@
+"""What the processor does with DRAM: plain reads, products of weights by format and tokens, attention over keys."""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ambidex.calibrate.copies import thread_counts
+from ambidex.calibrate.figures import Quantiles, measure_seconds
+from ambidex.calibrate.memory_rate import native_read_rate
+from ambidex.core.dtypes import DType
+from ambidex.core.units import MIB
+from ambidex.kernels.cpu.linear import LinearPool, Matrices
+from ambidex.kernels.cpu.native import AttentionPool, KeyBatch, ThreadPool, padded_dim
+from ambidex.kernels.cpu.quantized import BLOCKS, GROUP_ROWS, QuantizedMatrix, Weight, packed_bytes
+from ambidex.kernels.linear import LinearContext, LinearOp
+
+TORCH_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
+PRODUCT_FORMATS: Final = ("fp32", "bf16", "fp16", *BLOCKS)
+ATTENTION_FORMATS: Final = tuple(dtype.value for dtype in DType)
+TOKENS: Final = (1, 4, 16, 64)
+"""Of a product: from a matrix-vector product to one whose operations take the time; beyond, time grows with tokens."""
+WIDTH: Final = 4096
+"""Columns and rows of the matrices: those of a model of 7 to 8 billion parameters."""
+MANY_TOKENS: Final = 16
+"""From so many tokens on a quarter of the memory is enough: operations take the time."""
+NUM_RUNS: Final = 3
+KV_HEADS: Final = 8
+GROUP: Final = 4
+HEAD_DIM: Final = 128
+BLOCK_SIZE: Final = 64
+SMALL_CALLS: Final = 8
+"""Native calls of a layer that compute little for a token: norms, rotation, storing, activation, residuals."""
+NUM_SMALL: Final = 1000
+
+
+def measure_reads(num_threads: int, buffer: Tensor) -> list[tuple[int, float]]:
+    """Bytes/s of plain reads with 1, 2, 4, … and all threads.
+
+    Args:
+        buffer: [n] uint8, written before, larger than the caches.
+    """
+    return [(num, native_read_rate(ThreadPool(num), buffer).median) for num in thread_counts(num_threads)]
+
+
+def measure_products(threads: ThreadPool, kind: str, buffer: Tensor) -> list[tuple[int, float]]:
+    """Bytes of weights/s of products as the engine computes them, by tokens.
+
+    Args:
+        kind: one of `PRODUCT_FORMATS`.
+        buffer: [n] uint8, cut into as many matrices as it holds; numbers below 60, so that no scale is infinite.
+    """
+    weights = cut_weights(kind, buffer)
+    context = LinearContext(threads)
+    ops = [LinearOp(context) for _ in weights]
+    points = []
+    for num_tokens in TOKENS:
+        some = weights if num_tokens < MANY_TOKENS else weights[: max(1, len(weights) // 4)]
+        x = torch.randn(num_tokens, _width(weights[0]))
+
+        def run(some: list[Weight] = some, x: Tensor = x) -> None:
+            for op, weight in zip(ops, some, strict=False):
+                op(x, [weight], [None])
+
+        seconds = measure_seconds(run, num_warmups=1, num_runs=NUM_RUNS)
+        num_bytes = sum(_num_bytes(weight) for weight in some)
+        points.append((num_tokens, Quantiles.of([num_bytes / s for s in seconds]).median))
+    return points
+
+
+def cut_weights(kind: str, buffer: Tensor) -> list[Weight]:
+    """Matrices of WIDTH columns and rows (fewer if the buffer is smaller) that lie in a buffer."""
+    rows = WIDTH
+    while rows > GROUP_ROWS and _matrix_bytes(kind, rows) > buffer.numel():
+        rows //= 2
+    size = _matrix_bytes(kind, rows)
+    pieces = [buffer[start : start + size] for start in range(0, buffer.numel() - size + 1, size)]
+    if kind in BLOCKS:
+        return [QuantizedMatrix(kind, (rows, WIDTH), piece.view(rows // GROUP_ROWS, -1)) for piece in pieces]
+    return [piece.view(TORCH_DTYPES[kind]).view(rows, WIDTH) for piece in pieces]
+
+
+def measure_attention(threads: ThreadPool, kind: str, buffer: Tensor) -> float:
+    """Bytes/s of keys and values that decode attention reads: one request, groups of 4 queries, in tile order.
+
+    Args:
+        kind: one of `ATTENTION_FORMATS`.
+        buffer: [n] uint8, of which one layer's keys and values are made.
+    """
+    dtype = TORCH_DTYPES[kind]
+    block_bytes = 2 * KV_HEADS * BLOCK_SIZE * padded_dim(HEAD_DIM) * dtype.itemsize
+    num_blocks = max(1, buffer.numel() // block_bytes)
+    part = num_blocks * block_bytes // 2
+    k, v = (
+        buffer[idx * part : (idx + 1) * part].view(dtype).view(KV_HEADS, num_blocks, BLOCK_SIZE, padded_dim(HEAD_DIM))
+        for idx in range(2)
+    )
+    scales = torch.full(k.shape[:3], 0.01) if dtype == torch.int8 else None
+    keys = num_blocks * BLOCK_SIZE
+    batch = KeyBatch(
+        torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)), torch.tensor([0, num_blocks]),
+        torch.zeros(1, dtype=torch.int64), torch.tensor([keys]), torch.tensor([0, 1]), block_size=BLOCK_SIZE,
+    )  # fmt: skip
+    q = torch.randn((1, KV_HEADS * GROUP, HEAD_DIM)).to(torch.float32 if dtype == torch.int8 else dtype)
+    pool = AttentionPool(threads)
+
+    def run() -> None:
+        pool.attend_blocks(q, k, v, batch, scale=HEAD_DIM**-0.5, k_scales=scales, v_scales=scales)
+
+    num_bytes = 2 * part + (0 if scales is None else 2 * scales.nbytes)
+    return Quantiles.of([num_bytes / s for s in measure_seconds(run, num_warmups=1, num_runs=NUM_RUNS)]).median
+
+
+def measure_layer(threads: ThreadPool) -> float:
+    """Seconds of what a layer computes beside products and attention, for a token: its native calls, nearly empty."""
+    pool, matrices, x = LinearPool(threads), Matrices([torch.zeros(16, 16)], [None]), torch.zeros(1, 16)
+
+    def run() -> None:
+        for _ in range(NUM_SMALL):
+            pool.multiply(matrices, x)
+
+    return SMALL_CALLS * min(measure_seconds(run, num_warmups=1, num_runs=NUM_RUNS)) / NUM_SMALL
+
+
+def make_buffer(num_bytes: int) -> Tensor:
+    """Memory to read, [n] uint8, whose bytes are finite numbers in every format."""
+    whole = max(MIB, num_bytes // MIB * MIB)
+    some = torch.randint(0, 0x3C, (min(whole, 16 * MIB),), dtype=torch.uint8)
+    return some.repeat(-(-whole // some.numel()))[:whole].contiguous()
+
+
+def _matrix_bytes(kind: str, rows: int) -> int:
+    return packed_bytes(kind, (rows, WIDTH)) if kind in BLOCKS else rows * WIDTH * TORCH_DTYPES[kind].itemsize
+
+
+def _num_bytes(weight: Weight) -> int:
+    return weight.data.nbytes if isinstance(weight, QuantizedMatrix) else weight.nbytes
+
+
+def _width(weight: Weight) -> int:
+    return weight.shape[1]

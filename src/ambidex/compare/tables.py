@@ -1,0 +1,163 @@
+"""The figures of a comparison as rows: speeds with the quality of their context beside them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ambidex.compare.cells import Cell, CellKind
+from ambidex.compare.folder import Line
+from ambidex.core.units import format_size
+
+COLUMNS: Final = (
+    "method", "context", "batch", "KV on accelerator", "ms a step", "20–80 %", "tokens/s", "prompt tokens/s",
+    "share of floor", "KV read a step", "KV held", "host memory", "GPU memory", "likeliest token equal", "KL",
+    "perplexity", "secrets found",
+)  # fmt: skip
+DASH: Final = "–"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A measured speed and the quality that belongs to it, if that was measured."""
+
+    cell: Cell
+    speed: Mapping[str, Any]
+    quality: Mapping[str, Any] | None
+
+    @property
+    def name(self) -> str:
+        """Variant, or the engine where it is another."""
+        return self.cell.variant
+
+    @property
+    def step_ms(self) -> float:
+        """Median of a decode step."""
+        return float(self.speed["step_s"]["median"]) * 1e3
+
+    @property
+    def top1_equal(self) -> float | None:
+        """Share of predictions whose likeliest token is full attention's."""
+        return None if self.quality is None else self.quality["agreement"]["top1_equal"]
+
+    def row(self) -> list[str]:
+        """For a table; see `COLUMNS`."""
+        speed, memory = self.speed, self.speed.get("memory") or {}
+        took = speed["step_s"]
+        budget = self.cell.kv_gpu_tokens
+        return [
+            self.name,
+            str(self.cell.context),
+            str(self.cell.batch),
+            "all that fits" if budget is None else f"{budget} tokens",
+            f"{self.step_ms:.3g}",
+            f"{took['q20'] * 1e3:.3g}–{took['q80'] * 1e3:.3g}",
+            f"{speed['tokens_per_s']:.4g}",
+            _shown(speed.get("prefill_tokens_per_s"), lambda value: f"{value:.4g}"),
+            _shown(speed.get("share_of_floor"), lambda value: f"{value:.2f}"),
+            _sizes(speed.get("lane_bytes")),
+            _sizes(speed.get("kv_bytes")),
+            _shown(memory.get("host_peak_bytes"), format_size),
+            _shown(memory.get("gpu_peak_bytes"), format_size),
+            *quality_cells(self.quality),
+        ]
+
+
+def quality_cells(quality: Mapping[str, Any] | None) -> list[str]:
+    """The last four columns."""
+    if quality is None:
+        return [DASH] * 4
+    agreement, secrets = quality["agreement"], quality.get("secrets")
+    change = 100 * (agreement["perplexity"] / agreement["exact_perplexity"] - 1)
+    return [
+        f"{100 * agreement['top1_equal']:.1f} %",
+        f"{max(agreement['mean_kl'], 0.0):.1e}",
+        f"{change:+.2f} %",
+        DASH if secrets is None else f"{100 * secrets['found']:.0f} % ({100 * secrets['exact_found']:.0f} %)",
+    ]
+
+
+def find_entries(lines: Sequence[Line]) -> list[Entry]:
+    """Speeds that were measured, in the order of their lines."""
+    cells = [(Cell.of(line["cell"]), line) for line in lines if line["status"] == "done"]
+    quality = {
+        (cell.engine, cell.model, cell.variant, cell.context): line["figures"]
+        for cell, line in cells
+        if cell.kind is CellKind.QUALITY
+    }
+    return [
+        Entry(
+            cell=cell,
+            speed=line["figures"],
+            quality=quality.get((cell.engine, cell.model, cell.variant, cell.context)),
+        )
+        for cell, line in cells
+        if cell.kind is CellKind.SPEED
+    ]
+
+
+def find_failed(lines: Sequence[Line]) -> list[tuple[str, str, str]]:
+    """(model, cell in words, reason) of what failed."""
+    failed = [(Cell.of(line["cell"]), line["reason"]) for line in lines if line["status"] == "failed"]
+    return [(cell.model, cell.words(), reason) for cell, reason in failed]
+
+
+def models_of(lines: Sequence[Line]) -> list[str]:
+    """Models in the order in which they came."""
+    return list(dict.fromkeys(line["cell"]["model"] for line in lines))
+
+
+def machines_of(lines: Sequence[Line]) -> list[str]:
+    """Where and with what the figures were taken, each once."""
+    found = []
+    for line in lines:
+        versions = ", ".join(f"{name} {version}" for name, version in line["versions"].items() if version)
+        commit = (line.get("commit") or "unknown commit")[:12] + (" with changes" if line.get("is_dirty") else "")
+        found.append(f"{line['machine']['note']}; GPU {line['machine']['gpu'] or 'none'}; {commit}; {versions}")
+    return list(dict.fromkeys(found))
+
+
+def busy_note(lines: Sequence[Line]) -> str | None:
+    """A sentence on how busy others kept the machine, if they did."""
+    busy = [
+        line["figures"]["others"]["busy_cores"] + line["figures"]["others"]["stolen_cores"]
+        for line in lines
+        if line["status"] == "done" and "others" in line["figures"]
+    ]
+    if not busy or max(busy) <= 0.15:
+        return None
+    return (
+        f"Others used up to {max(busy):.2f} cores of the machine while speeds were measured "
+        f"({sum(busy) / len(busy):.2f} on average): these figures are of a busy machine."
+    )
+
+
+def make_markdown(lines: Sequence[Line]) -> str:
+    """The report as Markdown."""
+    parts = ["# Comparison of KV methods", ""]
+    parts += [f"- {machine}" for machine in machines_of(lines)]
+    if note := busy_note(lines):
+        parts.append(f"- {note}")
+    entries = find_entries(lines)
+    for model in models_of(lines):
+        rows = [entry.row() for entry in entries if entry.cell.model == model]
+        parts += ["", f"## {_cell(model)}", "", _line(COLUMNS), _line(["---"] * len(COLUMNS)), *map(_line, rows)]
+    failed = find_failed(lines)
+    if failed:
+        parts += ["", "## Failed", "", _line(("model", "cell", "reason")), _line(["---"] * 3), *map(_line, failed)]
+    return "\n".join(parts) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(map(_cell, cells)) + " |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _shown(value: Any, show: Callable[[Any], str]) -> str:
+    return DASH if value is None else show(value)
+
+
+def _sizes(sizes: Mapping[str, int] | None) -> str:
+    return ", ".join(f"{name} {format_size(size)}" for name, size in (sizes or {}).items() if size) or DASH

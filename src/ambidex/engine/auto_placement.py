@@ -1,0 +1,141 @@
+"""`placement` auto: where weights lie is solved for the traffic that the settings allow, and steps are predicted."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ambidex.core.config import EngineConfig
+from ambidex.core.dtypes import DType
+from ambidex.core.errors import ConfigError
+from ambidex.core.model_spec import ModelSpec
+from ambidex.core.placement import Placement
+from ambidex.core.units import format_size
+from ambidex.cost.step import predict_step
+from ambidex.cost.units import make_units
+from ambidex.cost.weights import ModelWeights, count_weights
+from ambidex.cost.workload import KVShares, Workload
+from ambidex.engine.report import ReportRow
+from ambidex.hw.profile import HardwareProfile
+from ambidex.sched.plan_world import keys_that_fit
+from ambidex.sched.tuner import Where
+from ambidex.solver.problem import Pins, PlacementProblem
+from ambidex.solver.solve import Solution, solve_placement
+
+AUTO: Final = "auto"
+"""In place of a file's name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """Bytes: of both tiers, of what else the accelerator holds beside weights and keys, of buffers for weights on their
+    way."""
+
+    gpu: int
+    dram: int
+    gpu_fixed: int
+    ring: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoPlacement:
+    """A solved placement, and what steps should take with it."""
+
+    spec: ModelSpec
+    weights: ModelWeights
+    dtype: DType
+    profile: HardwareProfile
+    workload: Workload
+    problem: PlacementProblem
+    solution: Solution
+
+    @property
+    def placement(self) -> Placement:
+        """Where weights lie."""
+        return self.solution.placement
+
+    @property
+    def why(self) -> str:
+        """In a few words."""
+        step, workload = self.solution.step, self.workload
+        return (
+            f"solved for {workload.batch} x {workload.context} tokens: {1e3 * step.step_s:.2f} ms a step predicted, "
+            f"which waits for {step.binds}"
+        )
+
+    def predict_step_s(self, batch: int, context: int) -> float | None:
+        """Seconds of a decode step of other traffic; None if its keys do not fit beside the weights."""
+        workload = replace(self.workload, batch=max(1, batch), context=max(1, context))
+        units = make_units(self.spec, self.weights, self.profile, workload, dtype=self.dtype)
+        problem = replace(self.problem, units=units)
+        kv = keys_that_fit(problem, Where(placement=self.placement, kv=self.solution.kv))
+        return None if kv is None else predict_step(units, self.placement, kv).step_s
+
+    def rows(self) -> list[ReportRow]:
+        """What `ambidex plan` says, for the engine's report."""
+        step, memory, kv = self.solution.step, self.solution.memory, self.solution.kv
+        facts = [
+            ("workload", f"{self.workload.batch} x {self.workload.context} tokens", "half of the longest context, as "
+             "many running requests as the budgets hold"),
+            ("step", f"{1e3 * step.step_s:.2f} ms, {step.tokens_per_s:.1f} tokens/s", f"waits for {step.binds}"),
+            ("lanes", f"GPU {1e3 * step.gpu_s:.2f} ms, CPU {1e3 * step.cpu_s:.2f} ms, link {1e3 * step.link_s:.2f} ms",
+             "side by side"),
+            ("keys", f"{100 * kv.on_gpu:.0f} % on the GPU, {100 * kv.on_cpu:.0f} % by the CPU, "
+             f"{100 * kv.streamed:.0f} % over the link", "predicted: the engine measures its own shares"),
+            ("gpu", format_size(memory.gpu_bytes), f"of {format_size(self.problem.gpu_bytes)}"),
+            ("dram", format_size(memory.dram_bytes), f"of {format_size(self.problem.dram_bytes or 0)}"),
+            ("rates", self.profile.source, self.profile.date),
+        ]  # fmt: skip
+        return [ReportRow(section="plan", name=name, value=value, why=why) for name, value, why in facts]
+
+
+def solve_weights(
+    config: EngineConfig, spec: ModelSpec, *, dtype: DType, profile: HardwareProfile, budgets: Budgets
+) -> AutoPlacement:
+    """Solve for half of the longest context and for as many running requests as both budgets hold.
+
+    Args:
+        dtype: of weights and activations.
+    Raises:
+        ConfigError: not even one request fits; says which capacity binds.
+    """
+    spec = replace(spec, quantized=())  # divided weights are of one format
+    weights = count_weights(spec, dtype=dtype)
+    context = max(1, (config.max_context_len or spec.max_context_len) // 2)
+    kv_dtype = DType(config.kv_dtype.value) if config.kv_dtype.value != AUTO else None
+    batch = config.max_running_requests
+    while True:
+        workload = Workload(
+            batch=batch, context=context, prompt=context, chunk=config.max_tokens_per_step, kv_dtype=kv_dtype
+        )
+        problem = PlacementProblem(
+            units=make_units(spec, weights, profile, workload, dtype=dtype),
+            gpu_bytes=budgets.gpu,
+            gpu_fixed_bytes=weights.other_bytes + budgets.gpu_fixed,
+            ring_bytes=budgets.ring,
+            dram_bytes=budgets.dram if profile.gpu is not None else None,
+            is_head_whole=spec.tie_embeddings,
+            pins=_pinned_keys(config, batch * context),
+        )
+        try:
+            solution = solve_placement(problem)
+        except ConfigError:
+            if batch == 1:
+                raise
+            batch //= 2
+            continue
+        return AutoPlacement(
+            spec=spec, weights=weights, dtype=dtype, profile=profile, workload=workload, problem=problem,
+            solution=solution,
+        )  # fmt: skip
+
+
+Predict = Callable[[int, int], float | None]
+"""Seconds of a decode step by requests and tokens of each."""
+
+
+def _pinned_keys(config: EngineConfig, num_tokens: int) -> Pins:
+    """Keys whose number on the GPU the user has set."""
+    if config.kv_gpu_tokens is None:
+        return Pins()
+    share = min(1.0, config.kv_gpu_tokens / num_tokens)
+    return Pins(kv=KVShares(on_gpu=share, on_cpu=1.0 - share))

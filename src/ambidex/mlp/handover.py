@@ -1,0 +1,148 @@
+"""`WeightHandover`: how a step that the accelerator runs on its own gets the CPU's part of products, place after place.
+
+    accelerator    x ────────▶ pinned   asked[i] = 1       … its own rows and chunks …      wait for answered[i]   join
+    CPU                                 wait for asked[i]  multiply in DRAM   answered[i] = 1
+
+The same buffers serve every place: the accelerator sends the next x only after it has read the last answer. Words are
+those of `attention/handover.py`, which may stand between two places of the same step.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ambidex.core.errors import LaneError, UnrecordableError
+from ambidex.kernels.cpu.native import WORD_STRIDE
+from ambidex.kernels.cpu.recorded import Arena, Program, Recording
+from ambidex.kernels.cuda.pinned_view import view_on_gpu
+from ambidex.mlp.host_lane import Answer, HostSide
+from ambidex.storage.words import WAIT_LIMIT_S, HostWords, StreamWords, Words
+
+logger = logging.getLogger(__name__)
+
+_POLLS_PER_YIELD: Final = 100
+"""About 10 µs: as long as a meeting takes; then other Python threads may run."""
+
+
+class WeightHandover:
+    """Buffers and words for steps of B rows.
+
+    Args:
+        sides: the CPU's rows of each place, in the order of use.
+        num_rows: B.
+        dtype: of x.
+        device: the accelerator; with CUDA the buffers are pinned.
+        arena: memory of recorded products, if they are to be recorded: one native call a place; None: they are not.
+    """
+
+    def __init__(
+        self, sides: Sequence[HostSide], num_rows: int, *, dtype: torch.dtype, device: torch.device, arena: Arena | None
+    ) -> None:
+        is_cuda = device.type == "cuda"
+        self._sides = tuple(sides)
+        self._places = {side: place for place, side in enumerate(sides)}
+        self._words: Words = StreamWords() if is_cuda else HostWords()
+        shapes = [(num_rows, side.shape.num_in) for side in sides]
+        answers = [(num_rows, side.answer_width) for side in sides]
+        x = torch.empty(max(map(math.prod, shapes)), dtype=dtype, pin_memory=is_cuda)
+        answer = torch.empty(max(map(math.prod, answers)), dtype=torch.float32, pin_memory=is_cuda)
+        # The same memory as the accelerator sees it: its kernels read and write it over the link, without copies.
+        x_there, answer_there = (view_on_gpu(buffer) if is_cuda else buffer for buffer in (x, answer))
+        self._x, self._x_there = _views(x, shapes), _views(x_there, shapes)
+        self._answer, self._answer_there = _views(answer, answers), _views(answer_there, answers)
+        # [asked or answered, places, words of a cache line]
+        self._flags = torch.zeros(2, len(sides), WORD_STRIDE, dtype=torch.int32, pin_memory=is_cuda)
+        self._host_flags = self._flags.numpy()  # the same memory
+        self._launched = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # torch has no types here
+        self._arena = arena
+        self._programs: list[Program | None] = [None] * len(sides)
+
+    def begin(self, side: HostSide, x: Tensor) -> Callable[[], Answer]:
+        """Launch: bring x [B, K] to the CPU.
+
+        Returns:
+            What launches the wait for the answer, which is read over the link, and valid until the next place's.
+        """
+        place = self._places[side]
+        torch.add(x, 0, out=self._x_there[place])  # a kernel; copy_ would be a job for the copy engine, which is slower
+        self._words.write(self._flags[0, place, :1])
+        return lambda: self._receive(place)
+
+    def reset(self) -> None:
+        """Make ready for a step.
+
+        Raises:
+            LaneError: the accelerator has not come to the end of the last step in time: its waits would never end if
+                the words became 0.
+        """
+        end = time.monotonic() + WAIT_LIMIT_S
+        while self._launched is not None and not self._launched.query():  # type: ignore[no-untyped-call]  # torch has no types here
+            if time.monotonic() > end:
+                raise LaneError(f"the accelerator did not end its last step within {WAIT_LIMIT_S:.0f} s")
+        self._host_flags[:] = 0
+
+    def mark_launched(self) -> None:
+        """Say that a whole step has been launched."""
+        if self._launched is not None:
+            self._launched.record()
+
+    def answer(self, place: int) -> None:
+        """Do the CPU's part of a place of a step, in the calling thread, within `torch.inference_mode`.
+
+        Raises:
+            LaneError: x did not come in time.
+        """
+        self._wait(place)
+        program = self._programs[place]
+        if program is not None:
+            program.run()
+        elif self._arena is not None:
+            self._programs[place] = self._record(place, self._arena)
+        else:
+            self._compute(place)
+        self._host_flags[1, place, 0] = 1
+
+    def release(self) -> None:
+        """End all waits of both sides: a step that cannot be answered runs out; what it gives is worthless."""
+        self._host_flags[:, :, 0] = 1
+
+    def _receive(self, place: int) -> Answer:
+        self._words.wait(self._flags[1, place, :1])
+        return self._sides[place].rows, self._answer_there[place]
+
+    def _wait(self, place: int) -> None:
+        word = self._host_flags[0, place]
+        end = time.monotonic() + WAIT_LIMIT_S
+        while True:
+            for _ in range(_POLLS_PER_YIELD):
+                if word[0]:
+                    return
+            if time.monotonic() > end:
+                raise LaneError(f"the accelerator sent nothing to the CPU at place {place} within {WAIT_LIMIT_S:.0f} s")
+            time.sleep(0)
+
+    def _compute(self, place: int) -> None:
+        self._answer[place].copy_(self._sides[place].compute(self._x[place].float()))
+
+    def _record(self, place: int, arena: Arena) -> Program | None:
+        """Compute a place and record it; None if that cannot be, and then it is computed as it is from now on."""
+        recording = Recording(arena)
+        try:
+            with recording:
+                self._compute(place)
+        except UnrecordableError as error:
+            logger.warning("the CPU's part of products is not recorded: %s", error)
+            self._arena = None
+            self._compute(place)
+            return None
+        recording.program.keep(self._sides[place], self._x[place], self._answer[place])
+        return recording.program
+
+
+def _views(buffer: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    return [buffer[: math.prod(shape)].view(shape) for shape in shapes]

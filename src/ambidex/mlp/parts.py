@@ -1,0 +1,113 @@
+"""`Part`: some rows of a place's matrices in one piece of memory, and their product."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ambidex.core.model_spec import Activation
+from ambidex.kernels.cpu.quantized import QuantizedMatrix, Weight, packed_bytes
+from ambidex.kernels.linear import LinearContext, LinearOp
+from ambidex.layers.mlp import activate_neurons
+from ambidex.mlp.cuts import SiteShape
+
+
+class Rows:
+    """The numbers of some rows, in one flat memory: the rows of each matrix, then the columns behind them.
+
+    Args:
+        shape: of the place.
+        rows: which of its rows.
+        memory: `SiteShape.num_bytes` bytes, uint8, and what fills them up.
+        dtype: of plain numbers.
+    """
+
+    def __init__(self, shape: SiteShape, rows: range, memory: Tensor, dtype: torch.dtype) -> None:
+        self.rows = rows
+        self.memory = memory
+        num_rows, width = len(rows), shape.num_in
+        self.joint_in: Tensor | None = None  # [num_ins · n, K] of plain numbers
+        self.ins: tuple[Weight, ...]  # each [n, K]
+        self.out: Weight | None = None  # [num_out, n]
+        if shape.kind is not None:
+            size = packed_bytes(shape.kind, (num_rows, width))
+            end = shape.num_ins * size
+            self.ins = tuple(
+                _packed(shape.kind, (num_rows, width), memory[start : start + size]) for start in range(0, end, size)
+            ) if num_rows else ()  # fmt: skip
+            if shape.num_out and num_rows:
+                size = packed_bytes(shape.kind, (shape.num_out, num_rows))
+                self.out = _packed(shape.kind, (shape.num_out, num_rows), memory[end : end + size])
+            return
+        numbers = memory[: shape.num_bytes(num_rows, dtype.itemsize)].view(dtype)
+        end = shape.num_ins * num_rows * width
+        self.joint_in = numbers[:end].view(shape.num_ins * num_rows, width)
+        self.ins = self.joint_in.chunk(shape.num_ins)
+        self.out = numbers[end:].view(shape.num_out, num_rows) if shape.num_out else None
+
+
+def _packed(kind: str, shape: tuple[int, int], memory: Tensor) -> QuantizedMatrix:
+    return QuantizedMatrix(kind, shape, memory.view(-1, packed_bytes(kind, (1, shape[1]))))
+
+
+class Part:
+    """Multiplies x with some rows.
+
+    Args:
+        numbers: the rows, on the device of x.
+        activation: of neurons; None: there are none.
+        linear: what the products of the device share.
+    """
+
+    def __init__(self, numbers: Rows, activation: Activation | None, linear: LinearContext) -> None:
+        self.rows = numbers.rows
+        self.num_in = numbers.ins[0].shape[1]
+        self.num_bytes = numbers.memory.nbytes
+        self._activation = activation
+        is_joint = numbers.memory.device.type == "cuda"  # one launch; the native CPU product takes several matrices
+        self._weights: tuple[Weight, ...] = numbers.ins
+        if is_joint and numbers.joint_in is not None:
+            self._weights = (numbers.joint_in,)
+        self._num_ins = len(numbers.ins)
+        self._biases: tuple[Tensor | None, ...] = (None,) * len(self._weights)
+        self._out = numbers.out
+        self._multiply_ins = LinearOp(linear)
+        self._multiply_out = LinearOp(linear)
+
+    def bind(self, biases: Sequence[Tensor]) -> None:
+        """Take the biases of neurons, [N] for each matrix, in the dtype and on the device of x."""
+        own = [bias[self.rows.start : self.rows.stop] for bias in biases]
+        if own:
+            self._biases = (torch.cat(own),) if len(self._weights) < len(own) else tuple(own)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, K] → [T, n] for rows, [T, num_out] for neurons, which is their part of a sum."""
+        inner = self._multiply_ins(x, self._weights, self._biases)
+        if self._out is None or self._activation is None:
+            return inner[0]
+        if len(inner) < self._num_ins:
+            inner = inner[0].chunk(self._num_ins, dim=-1)
+        return self._multiply_out(activate_neurons(inner, self._activation), (self._out,), (None,))[0]
+
+
+def join(shape: SiteShape, answers: Sequence[tuple[range, Tensor]], dtype: torch.dtype) -> Tensor:
+    """What the whole place gives, [T, answer_width], from what its parts give: rows side by side, neurons summed.
+
+    Args:
+        answers: rows and product of each part; together all rows that are wanted.
+        dtype: of the answer. Sums are fp32.
+    """
+    first = answers[0][1]
+    if len(answers) == 1:
+        return first.to(dtype)
+    if shape.num_out:
+        total = first.float()
+        for _, product in answers[1:]:
+            total = total + product
+        return total.to(dtype)
+    start = min(rows.start for rows, _ in answers)
+    stop = max(rows.stop for rows, _ in answers)
+    joined = first.new_empty((first.shape[0], stop - start), dtype=dtype)
+    for rows, product in answers:
+        joined[:, rows.start - start : rows.stop - start].copy_(product)
+    return joined

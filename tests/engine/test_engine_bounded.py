@@ -1,0 +1,133 @@
+"""The bounded policy in its native form: answers, what it reports, blocks that are used again, and what it refuses."""
+
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from ambidex import EngineConfig, SamplingParams
+from ambidex.core.config import DeviceKind, DTypeChoice, KVDTypeChoice
+from ambidex.core.errors import ConfigError
+from ambidex.core.ids import Tier
+from ambidex.core.policy import BoundedScores, PolicyName
+from ambidex.core.step import SelectionFigures
+from ambidex.engine.build import build_engine
+from ambidex.engine.engine import Engine
+from ambidex.runner.decode import DecodeForm
+from fault_runs import run, tokens
+from tiny_engine import make_engine_folder
+
+TEXT: Final = (
+    "what the lighthouse keeper said to the fishing boats that night was not heard by any of them for the wind"
+)
+PROMPTS: Final = (TEXT[:105], TEXT[40:] + TEXT[:30], TEXT[::-1][:70])
+GREEDY: Final = SamplingParams(max_output_tokens=20, temperature=0.0, ignore_eos=True)
+SPLIT: Final[dict[str, Any]] = {"kv_gpu_tokens": 192, "num_sink_tokens": 0, "recent_window": 16}
+FORMS: Final = [
+    pytest.param(None, {}, id="program"),
+    pytest.param(None, SPLIT, id="program, split"),
+    pytest.param(None, {**SPLIT, "kv_dtype": KVDTypeChoice.INT8}, id="program, int8"),
+    pytest.param(DecodeForm.FIXED, SPLIT, id="lanes"),
+    pytest.param(DecodeForm.FIXED, {**SPLIT, "kv_dtype": KVDTypeChoice.INT8}, id="lanes, int8"),
+    pytest.param(DecodeForm.CAPTURED, {**SPLIT, "device": DeviceKind.CUDA}, id="cuda", marks=pytest.mark.gpu),
+    pytest.param(
+        DecodeForm.CAPTURED,
+        {**SPLIT, "device": DeviceKind.CUDA, "kv_dtype": KVDTypeChoice.INT8},
+        id="cuda, int8",
+        marks=pytest.mark.gpu,
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_engine_folder(tmp_path_factory.mktemp("bounded"))
+
+
+def make_engine(folder: Path, form: DecodeForm | None = None, **settings: Any) -> Engine:
+    common: dict[str, Any] = {
+        "device": DeviceKind.CPU, "max_context_len": 128, "num_threads": 1, "block_size": 16, "dtype": DTypeChoice.FP32,
+        "dram_memory": 2**22, "max_running_requests": 4,
+    }  # fmt: skip
+    return build_engine(EngineConfig(model=str(folder), **common | settings), decode_form=form, min_scanned=1)
+
+
+def bounded(folder: Path, form: DecodeForm | None, mass: float, **settings: Any) -> Engine:
+    return make_engine(folder, form, policy=PolicyName.BOUNDED, max_dropped_mass=mass, **settings)
+
+
+def selection(engine: Engine) -> SelectionFigures:
+    figures = engine.stats.selection
+    assert figures is not None
+    return figures
+
+
+@pytest.mark.parametrize(("form", "settings"), FORMS)
+def test_answers_are_those_of_exact_attention_when_hardly_anything_may_be_left_out(
+    folder: Path, form: DecodeForm | None, settings: dict[str, Any]
+) -> None:
+    wanted = tokens(run(make_engine(folder, form, **settings), PROMPTS, GREEDY))
+    engine = bounded(folder, form, 1e-4, **settings)
+    assert tokens(run(engine, PROMPTS, GREEDY)) == wanted
+    figures = selection(engine)
+    assert figures.num_bounded == figures.num_choices > 0
+    assert 0 <= figures.max_dropped_mass <= 1e-4
+
+
+@pytest.mark.parametrize(("form", "settings"), FORMS)
+def test_it_leaves_out_keys_and_reports_what_that_may_cost(
+    folder: Path, form: DecodeForm | None, settings: dict[str, Any]
+) -> None:
+    engine = bounded(folder, form, 0.3, **settings)
+    tokens(run(engine, PROMPTS, GREEDY))
+    figures = selection(engine)
+    assert 0.05 < figures.mean_dropped_mass <= figures.max_dropped_mass <= 0.3
+    assert figures.max_error_bound > 0
+    assert 0.3 < figures.attended_share < 0.95
+    assert sum(engine.stats.lane_bytes.values()) > 0
+
+
+@pytest.mark.parametrize(("form", "settings"), FORMS[1::2])
+def test_blocks_that_another_request_had_before_are_scanned_anew(
+    folder: Path, form: DecodeForm | None, settings: dict[str, Any]
+) -> None:
+    wanted = tokens(run(bounded(folder, form, 0.1, **settings), PROMPTS[1:2], GREEDY))
+    engine = bounded(folder, form, 0.1, **settings)
+    for _ in range(3):
+        run(engine, PROMPTS, GREEDY)
+    assert tokens(run(engine, PROMPTS[1:2], GREEDY)) == wanted
+
+
+def test_what_is_kept_beside_keys_and_values_is_in_the_ledger(folder: Path) -> None:
+    ledger = bounded(folder, None, 0.1, **SPLIT).figures.ledger
+    for tier in (Tier.GPU, Tier.DRAM):
+        entries = {entry.owner: entry.num_bytes for entry in ledger.entries(tier)}
+        # K and V in fp32: 8 bytes a number; an 8-bit copy of K and K by rows: 5, a scale a row and two norms a block.
+        assert 0.6 < entries["scan"] / entries["kv"] < 0.75
+    small = bounded(folder, None, 0.1, **SPLIT, kv_dtype=KVDTypeChoice.INT8).figures.ledger
+    entries = {entry.owner: entry.num_bytes for entry in small.entries(Tier.DRAM)}
+    assert entries["scan"] < 0.02 * entries["kv"]
+
+
+def test_contexts_of_few_blocks_are_attended_exactly(folder: Path) -> None:
+    config = EngineConfig(
+        model=str(folder), device=DeviceKind.CPU, num_threads=1, block_size=16, max_context_len=128,
+        policy=PolicyName.BOUNDED, max_dropped_mass=0.5,
+    )  # fmt: skip
+    engine = build_engine(config)
+    run(engine, PROMPTS, GREEDY)
+    assert selection(engine).attended_share == 1.0
+    assert selection(engine).max_dropped_mass == 0.0
+
+
+def test_the_report_says_which_form_it_has_and_why(folder: Path) -> None:
+    report = bounded(folder, None, 0.1).report
+    assert report.value("compute", "policy") == "bounded, max_dropped_mass 0.1, bounded_scores auto"
+    assert report.why("compute", "policy") == "keys in host memory are scanned in 8 bits by the native op"
+    report = bounded(folder, None, 0.1, block_size=8).report
+    assert "reference form, in plain torch: native CPU attention needs" in report.why("compute", "policy")
+
+
+def test_the_native_form_is_refused_where_it_cannot_be_had(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="`bounded_scores` scan cannot be had: native CPU attention needs"):
+        bounded(folder, None, 0.1, bounded_scores=BoundedScores.SCAN, block_size=8)

@@ -1,0 +1,139 @@
+"""The native bounded op against exact attention and against the reference: what it leaves out, what it says of it."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from ambidex.core.errors import ShapeError
+from ambidex.kernels import api
+from ambidex.kernels.cpu import native
+from ambidex.kernels.cpu.bounded import BoundedPool, ScannedLayer
+from ambidex.kernels.reference.bounded import attend_bounded
+
+HEADS, GROUP, DIM, BLOCK = 2, 3, 64, 32
+SCALE = DIM**-0.5
+THREADS = native.ThreadPool(2)
+ATTENTION, BOUNDED = native.AttentionPool(THREADS), BoundedPool(THREADS)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
+
+
+@dataclass(frozen=True)
+class World:
+    """Keys of one request in a pool in tile order, and as rows [Hkv, S, D] of what they are worth."""
+
+    layer: ScannedLayer
+    batch: native.KeyBatch
+    k: Tensor
+    v: Tensor
+    pools: tuple[Tensor, Tensor]
+    scales: tuple[Tensor | None, Tensor | None]
+    q: Tensor
+
+
+def make_world(dtype: torch.dtype, num_keys: int, *, sharpness: float = 3.0, seed: int = 0) -> World:
+    generator = torch.Generator().manual_seed(seed)
+    num_blocks = -(-num_keys // BLOCK) + 1
+    ids = torch.randperm(num_blocks, generator=generator)[: num_blocks - 1]
+    shape = (HEADS, num_blocks, BLOCK, native.padded_dim(DIM))
+    rows, pools, scales = [], [], []
+    for part in ("k", "v"):
+        values = torch.randn((HEADS, (num_blocks - 1) * BLOCK, DIM), generator=generator)
+        numbers, row_scales = api.quantize_rows(values) if dtype == torch.int8 else (values.to(dtype), None)
+        pool = torch.zeros(shape, dtype=dtype)
+        ATTENTION.pack_blocks(part, pool, ids, numbers.contiguous())  # type: ignore[arg-type]
+        pools.append(pool)
+        stored = torch.full(shape[:3], torch.nan)
+        if row_scales is not None:
+            stored[:, ids] = row_scales.view(HEADS, -1, BLOCK)
+        scales.append(None if row_scales is None else stored)
+        rows.append((numbers.float() * (1 if row_scales is None else row_scales[..., None]))[:, :num_keys])
+    k_scales, v_scales = scales
+    layer = ScannedLayer(
+        scanned=pools[0] if k_scales is not None else torch.zeros(shape, dtype=torch.int8),
+        scales=k_scales if k_scales is not None else torch.zeros(shape[:3]),
+        rows=None if k_scales is not None else torch.zeros(shape, dtype=dtype),
+        v=pools[1],
+        v_scales=v_scales,
+        norms=torch.zeros(HEADS, num_blocks, 2),
+    )
+    BOUNDED.copy_for_scan(pools[0], pools[1], ids, layer, head_dim=DIM, k_scales=k_scales)
+    batch = native.KeyBatch(
+        ids, torch.tensor([0, len(ids)]), torch.tensor([0]), torch.tensor([num_keys]), torch.tensor([0, 1]),
+        block_size=BLOCK,
+    )  # fmt: skip
+    q = torch.randn((1, HEADS * GROUP, DIM), generator=generator) * sharpness
+    return World(layer, batch, rows[0], rows[1], (pools[0], pools[1]), (k_scales, v_scales), q)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("isa", native.available_isas())
+@pytest.mark.parametrize("has_near", [False, True], ids=["alone", "near"])
+def test_what_is_left_out_and_the_error_stay_within_what_is_stated(
+    dtype: torch.dtype, isa: str, has_near: bool
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for num_keys, max_mass in ((1, 0.5), (33, 0.2), (700, 0.01), (2500, 0.05), (2500, 1e-6)):
+        world = make_world(dtype, num_keys, seed=num_keys)
+        near = None
+        if has_near:
+            near = (
+                torch.randn(world.q.shape, generator=generator),
+                torch.randn(world.q.shape[:2], generator=generator) + 6,
+            )
+        out, lse, figures = BOUNDED.attend_bounded(
+            world.q, world.layer, world.batch, scale=SCALE, max_mass=max_mass, near=near, isa=isa
+        )
+        truth = attend_bounded(world.q, world.k, world.v, scale=SCALE, max_mass=0.0, near=near)
+        mass, share, longest, out_norm, _ = figures.double().unbind(-1)
+        true_mass = -torch.expm1(lse.double() - truth.lse)
+        assert (true_mass <= mass + (share - mass) + 2e-4).all()
+        assert (mass <= max_mass * (1 + 1e-5)).all()
+        error = (out.double() - truth.out).norm(dim=-1)
+        assert (error <= share * (longest + out_norm) + 1e-4 * longest).all()
+        assert torch.allclose(out_norm, out.double().norm(dim=-1), rtol=1e-4)
+        assert (longest >= world.v.double().norm(dim=-1).amax(-1).repeat_interleave(GROUP) * (1 - 1e-6)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_keeps_hardly_more_keys_than_the_reference(dtype: torch.dtype) -> None:
+    world = make_world(dtype, 3000)
+    _, _, figures = BOUNDED.attend_bounded(world.q, world.layer, world.batch, scale=SCALE, max_mass=0.02)
+    expected = attend_bounded(
+        world.q, world.k, world.v, scale=SCALE, max_mass=0.02, is_stored_int8=dtype == torch.int8
+    ).is_kept.sum(-1)[0]
+    kept = figures[0, ::GROUP, 4]
+    assert (expected < 2900).all(), "nothing is left out: the test would prove nothing"
+    assert (kept <= expected * 1.15 + 8).all()
+    assert (kept < 3000).all()
+
+
+def test_a_mass_of_zero_is_exact_attention() -> None:
+    world = make_world(torch.float32, 517)
+    out, lse, figures = BOUNDED.attend_bounded(world.q, world.layer, world.batch, scale=SCALE, max_mass=0.0)
+    exact_out, exact_lse = ATTENTION.attend_blocks(world.q, *world.pools, world.batch, scale=SCALE)
+    assert torch.allclose(out, exact_out, atol=2e-6)
+    assert torch.allclose(lse, exact_lse, atol=2e-6)
+    assert (figures[..., 0] == 0).all()
+    assert (figures[..., 4] == 517).all()
+
+
+def test_a_key_that_is_not_a_number_is_never_left_out() -> None:
+    world = make_world(torch.float32, 300)
+    world.layer.rows[:, :, 5, 3] = torch.nan  # type: ignore[index]
+    world.layer.scales[:, :, 5] = torch.nan
+    out, _, _ = BOUNDED.attend_bounded(world.q, world.layer, world.batch, scale=SCALE, max_mass=0.3)
+    assert out.isnan().all()
+
+
+def test_arrays_that_do_not_fit_are_refused() -> None:
+    world = make_world(torch.float32, 100)
+    with pytest.raises(ShapeError, match="max_mass: expected at least 0 and below 1, got 1"):
+        BOUNDED.attend_bounded(world.q, world.layer, world.batch, scale=SCALE, max_mass=1.0)
+    with pytest.raises(ShapeError, match="figures"):
+        BOUNDED.attend_bounded(
+            world.q, world.layer, world.batch, scale=SCALE, max_mass=0.1, figures=torch.zeros(1, HEADS * GROUP, 3)
+        )
+    with pytest.raises(ShapeError, match="block_ids: expected 0 to"):
+        BOUNDED.copy_for_scan(world.pools[0], world.pools[1], torch.tensor([99]), world.layer, head_dim=DIM)

@@ -1,0 +1,116 @@
+"""The report's page: what it says, and that a browser draws it without errors and without asking anyone."""
+
+import shutil
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ambidex.compare.page import make_html
+from ambidex.compare.tables import busy_note, find_entries, make_markdown
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+OPENING: dict[str, Any] = {
+    "commit": "0123456789abcdef", "is_dirty": False, "date": "2026-01-02T03:04:05+00:00",
+    "machine": {"note": "a <fast> CPU, 2 cores", "gpu": None}, "versions": {"python": "3.11", "triton": None},
+}  # fmt: skip
+
+
+def speed(variant: str, context: int, batch: int, seconds: float, *, busy: float = 0.0) -> dict[str, Any]:
+    cell = {"kind": "speed", "engine": "ambidex", "model": "m", "variant": variant, "context": context, "batch": batch,
+            "kv_gpu_tokens": None, "settings": {}}  # fmt: skip
+    figures = {
+        "step_s": {"median": seconds, "q20": seconds, "q80": seconds, "num": 3}, "tokens_per_s": batch / seconds,
+        "prefill_tokens_per_s": 100.0, "share_of_floor": 0.5, "lane_bytes": {"gpu": 1024, "cpu": 0},
+        "kv_bytes": {"gpu": 4096, "dram": 2048}, "memory": {"host_peak_bytes": 1 << 20, "gpu_peak_bytes": None},
+        "others": {"busy_cores": busy, "stolen_cores": 0.0},
+    }  # fmt: skip
+    return {"cell": cell, "status": "done", "figures": figures, **OPENING}
+
+
+def quality(variant: str, context: int, top1: float) -> dict[str, Any]:
+    cell = {"kind": "quality", "engine": "ambidex", "model": "m", "variant": variant, "context": context, "batch": None,
+            "kv_gpu_tokens": None, "settings": {}}  # fmt: skip
+    agreement = {"top1_equal": top1, "mean_kl": 0.02, "perplexity": 10.5, "exact_perplexity": 10.0}
+    figures = {"agreement": agreement, "secrets": {"found": 0.5, "exact_found": 1.0}}
+    return {"cell": cell, "status": "done", "figures": figures, **OPENING}
+
+
+def timeline() -> dict[str, Any]:
+    line = speed("exact", 2048, 1, 0.1)
+    spans = [["steps", "step 1", 0, 5], ["steps", "forward", 1, 4], ["CPU lane", "attend layer 0", 1, 2]]
+    return {**line, "cell": {**line["cell"], "kind": "timeline"}, "figures": {"spans": spans}}
+
+
+LINES = [
+    *(speed(v, c, b, t * c / 1024 * b**0.5) for v, t in (("exact", 0.05), ("h2o", 0.02)) for c in (1024, 2048)
+      for b in (1, 4)),
+    quality("exact", 1024, 1.0), quality("exact", 2048, 1.0), quality("h2o", 1024, 0.8), timeline(),
+    {**speed("quest<b>", 1024, 1, 1.0), "status": "failed", "reason": "no <memory>"},
+]  # fmt: skip
+
+
+def test_speeds_stand_beside_the_quality_of_their_context() -> None:
+    rows = {(entry.name, entry.cell.context, entry.cell.batch): entry.row() for entry in find_entries(LINES)}
+    assert len(rows) == 8
+    assert rows["h2o", 1024, 4][-4:] == ["80.0 %", "2.0e-02", "+5.00 %", "50 % (100 %)"]
+    assert rows["h2o", 2048, 1][-4:] == ["–"] * 4
+    assert rows["exact", 1024, 1][4:7] == ["50", "50–50", "20"]
+    assert rows["exact", 1024, 1][9:11] == ["gpu 1.0 KiB", "gpu 4.0 KiB, dram 2.0 KiB"]
+
+
+def test_page_has_tables_plots_and_failures_and_nothing_unescaped() -> None:
+    html = make_html(LINES)
+    for begin in [place for place in range(len(html)) if html.startswith("<svg", place)]:
+        ET.fromstring(html[begin : html.index("</svg>", begin) + 6])
+    assert html.count("<svg") == 4
+    assert "Lanes in two steps of exact" in html
+    assert "no &lt;memory&gt;" in html
+    assert "a &lt;fast&gt; CPU" in html
+    assert "<b>" not in html
+    markdown = make_markdown(LINES)
+    assert markdown.count("| exact |") == 4
+    assert "no <memory>" in markdown
+
+
+def test_busy_machine_is_said() -> None:
+    assert busy_note(LINES) is None
+    note = busy_note([speed("exact", 1, 1, 1.0, busy=0.5), speed("exact", 2, 1, 1.0)])
+    assert note is not None
+    assert "up to 0.50 cores" in note
+    assert "busy machine" in make_html([speed("exact", 1, 1, 1.0, busy=0.5)])
+
+
+def test_empty_report_is_a_page() -> None:
+    assert "</html>" in make_html([])
+
+
+def test_browser_draws_it_without_errors_and_without_asking_anyone(tmp_path: Path) -> None:
+    if BROWSER is None:
+        pytest.skip("no browser: install chromium")
+    api = pytest.importorskip("playwright.sync_api", reason="pip install playwright (it drives the installed chromium)")
+    file = tmp_path / "report.html"
+    file.write_text(make_html(LINES), encoding="utf-8")
+    problems: list[str] = []
+    asked: list[str] = []
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1400, "height": 900})
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("console", lambda line: problems.append(line.text))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(file.as_uri())
+        boxes = [figure.bounding_box() for figure in page.query_selector_all("figure svg")]
+        marks = page.eval_on_selector_all(
+            "svg circle, svg polygon, svg polyline, svg rect",
+            "nodes => nodes.filter(n => n.getBBox().width > 0).length",
+        )
+        rows = page.locator("tbody tr").count()
+        browser.close()
+    assert problems == []
+    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+    assert len(boxes) == 4
+    assert all(box["width"] > 300 and box["height"] > 60 for box in boxes)
+    assert marks >= 25
+    assert rows == 9

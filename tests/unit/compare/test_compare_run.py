@@ -1,0 +1,151 @@
+"""Whole comparisons of a tiny model: cells, failures, going on after a stop, and the report."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ambidex.cli.main import AmbidexCommand
+from ambidex.compare.cells import Cell, CellKind
+from ambidex.compare.run import explain_exit, measure_group
+from ambidex.compare.worker import Part, find_spans, run_part
+from ambidex.core.config import EngineConfig
+from tiny_engine import make_engine_folder
+
+SETTINGS: dict[str, Any] = {"num_threads": 1, "dtype": "fp32", "max_context_len": 127}
+WORDS = "the keeper of the lighthouse wrote every evening what the sea had brought, and what it had taken away. " * 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_engine_folder(tmp_path_factory.mktemp("compare"))
+
+
+def make_cell(kind: CellKind, folder: Path, **changes: Any) -> Cell:
+    settings = {"steps": 3, "predict": 8, "rounds": 1}
+    values: dict[str, Any] = {
+        "kind": kind, "engine": "ambidex", "model": str(folder), "variant": "h2o", "context": 60, "batch": 2,
+        "kv_gpu_tokens": 32, "settings": settings,
+    }  # fmt: skip
+    return Cell(**{**values, **changes})
+
+
+def measure(folder: Path, cells: list[Cell], **settings: Any) -> list[dict[str, Any]]:
+    config = {"model": str(folder), **SETTINGS, **settings}
+    part = Part(config=config, cells=[cell.record() for cell in cells], text=WORDS)
+    lines = [line for _, line in run_part(part) if "begun" not in line]
+    assert [line["index"] for line in lines] == list(range(len(cells)))
+    return lines
+
+
+def test_speed_cells_have_time_bytes_and_memory(folder: Path) -> None:
+    cells = [make_cell(CellKind.SPEED, folder, context=context) for context in (60, 40, 500)]
+    first, second, third = measure(folder, cells, kv_gpu_tokens=32, block_size=16, policy="h2o")
+    figures = first["figures"]
+    assert figures["step_s"]["num"] == 3
+    assert figures["tokens_per_s"] == pytest.approx(2 / figures["step_s"]["median"], rel=1e-3)
+    assert figures["share_of_floor"] > 0
+    assert figures["prefill_tokens_per_s"] == pytest.approx(120 / figures["fill_s"], rel=0.01)
+    assert figures["lane_bytes"]["gpu"] + figures["lane_bytes"]["cpu"] > 0
+    assert figures["kv_bytes"]["dram"] > 0
+    assert figures["memory"]["host_predicted_bytes"] > 0
+    assert figures["tokens"] == "text"
+    assert second["figures"]["context"] == 40
+    assert "--contexts 500 at batch 2 needs" in third["failed"]
+
+
+def test_quality_cells_compare_with_full_attention(folder: Path) -> None:
+    cells = [make_cell(CellKind.QUALITY, folder, context=context, batch=None) for context in (60, 100, 126)]
+    for policy in ("exact", "streaming_llm"):
+        options = {"policy": policy, "policy_tokens": 8} if policy != "exact" else {}
+        lines = measure(folder, cells, **options)
+        agreement = lines[0]["figures"]["agreement"]
+        assert agreement["num_tokens"] == 8
+        assert (agreement["mean_kl"] < 1e-6) == (policy == "exact")
+        assert lines[0]["figures"]["secrets"] is None
+        assert "--contexts is too short" in lines[0]["figures"]["no_secrets"]
+
+
+def test_timeline_cells_have_spans_of_each_lane(folder: Path) -> None:
+    cell = make_cell(CellKind.TIMELINE, folder)
+    (line,) = measure(folder, [cell], kv_gpu_tokens=32, block_size=16)
+    spans = line["figures"]["spans"]
+    assert {"steps", "accelerator lane", "CPU lane"} <= {span[0] for span in spans}
+    assert sum(span[1].startswith("step ") for span in spans) == 2
+    assert all(0 <= start <= end for _, _, start, end in spans)
+
+
+def test_spans_are_of_the_last_full_steps() -> None:
+    events: list[dict[str, Any]] = [{"name": "thread_name", "ph": "M", "tid": 1, "args": {"name": "steps"}}]
+    events += [{"name": f"step {i}", "ph": "X", "tid": 1, "ts": 1000.0 * i, "dur": 900.0} for i in range(5)]
+    events.append({"name": "attend", "ph": "X", "tid": 1, "ts": 2100.0, "dur": 50.0})
+    assert find_spans(events) == [
+        ["steps", "step 2", 0.0, 0.9], ["steps", "step 3", 1.0, 1.9], ["steps", "attend", 0.1, 0.15],
+    ]  # fmt: skip
+
+
+def test_cell_that_takes_too_long_fails_and_its_worker_ends(folder: Path) -> None:
+    cell = make_cell(CellKind.SPEED, folder)
+    config = EngineConfig(model=str(folder), **SETTINGS)
+    got = list(measure_group(config, [cell], text=WORDS, cell_timeout_s=0.05))
+    assert got == [(cell, {"status": "failed", "reason": "it took longer than 0.05 s (--cell-timeout)"})]
+
+
+def test_reason_of_a_crash_names_signal_and_last_words() -> None:
+    assert explain_exit(-9, "") == "killed by SIGKILL: no message"
+    assert explain_exit(1, "Traceback\nRuntimeError: broken\n") == "exit code 1: RuntimeError: broken"
+
+
+def run(folder: Path | None, *words: str) -> Result:
+    settings = ["--num-threads", "1", "--dtype", "fp32", "--max-context-len", "127", "--block-size", "16"]
+    model = [] if folder is None else [str(folder)]
+    return CliRunner().invoke(AmbidexCommand(), ["bench", "compare", *model, *words, *settings])
+
+
+def test_command_measures_goes_on_and_reports(folder: Path, tmp_path: Path) -> None:
+    report, text = tmp_path / "report", tmp_path / "words.txt"
+    text.write_text(WORDS)
+    words = ["--report", str(report), "--contexts", "60,300", "--batch", "1", "--steps", "2", "--predict", "8",
+             "--rounds", "1", "--text", str(text), "--budgets", "32"]  # fmt: skip
+    first = run(folder, *words, "--policies", "streaming_llm:policy_tokens=8")
+    assert first.exit_code == 3, first.output
+    assert "3 cells failed" in first.output
+    lines = [json.loads(line) for line in (report / "cells.jsonl").read_text().splitlines()]
+    assert [line["status"] for line in lines] == ["done", "failed", "failed", "done", "failed"]
+    assert all({"commit", "date", "machine", "versions"} <= line.keys() for line in lines)
+    assert "the limit is 127" in lines[1]["reason"]
+    again = run(folder, *words, "--policies", "streaming_llm:policy_tokens=8")
+    assert again.exit_code == 3
+    assert "5 of 5 cells are in" in again.output
+    assert len((report / "cells.jsonl").read_text().splitlines()) == 5
+    html, markdown = (report / "report.html").read_text(), (report / "report.md").read_text()
+    assert html.count("<svg") == 3
+    assert "streaming_llm:policy_tokens=8" in html
+    assert "| streaming_llm:policy_tokens=8 | 60 | 1 | 32 tokens |" in markdown
+    assert "the limit is 127" in html
+    assert "the limit is 127" in markdown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no folder is named for the report"),
+        (["--report", "{tmp}"], "is no folder of a comparison"),
+        (["--report", "{tmp}/r", "--policies", "h20"], "policy 'h20' of 'h20' is unknown"),
+        (["--report", "{tmp}/r", "--policies", "h2o:sink_tokens=3"], "--sink-tokens is an option of streaming_llm"),
+        (["--report", "{tmp}/r", "--budgets", "some"], "'some' is no list of numbers of tokens"),
+        (["--report", "{tmp}/r", "--predict", "60", "--contexts", "60"], "--predict is 60: it must be below"),
+        (["--report", "{tmp}/r", "--models", "a,b"], "MODEL and --models are both given"),
+        (["--report", "{tmp}/r", "--text", "nowhere"], "--text nowhere cannot be read"),
+    ],
+)
+def test_bad_words_are_refused_before_anything_is_measured(
+    folder: Path, tmp_path: Path, words: list[str], message: str
+) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    result = run(folder, *(word.replace("{tmp}", str(tmp_path)) for word in words))
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+    assert "Traceback" not in result.output
