@@ -49,6 +49,10 @@ CASES: dict[str, tuple[dict[str, object], Callable[[], Rule]]] = {
         {"policy": "keyformer", "policy_percent": 25, "recent_percent": 50, "tau_start": 0.5, "tau_end": 6.0},
         lambda: NaiveKeyformer(25, 50, tau=(0.5, 6.0), limit=LIMIT),
     ),
+    "keyformer large and hot": (  # so large that keys of the answer, which the temperature's rise weighs, are kept
+        {"policy": "keyformer", "policy_percent": 90, "recent_percent": 30, "tau_start": 0.5, "tau_end": 6.0},
+        lambda: NaiveKeyformer(90, 30, tau=(0.5, 6.0), limit=LIMIT),
+    ),
     "qinfer_windows": ({"policy": "qinfer_windows"}, lambda: NaiveQInferWindows(20, 50)),
     "qinfer_windows few recent": (
         {"policy": "qinfer_windows", "policy_percent": 40, "recent_percent": 20},
