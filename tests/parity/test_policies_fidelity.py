@@ -58,6 +58,10 @@ CASES: dict[str, tuple[dict[str, object], Callable[[], Rule]]] = {
         {"policy": "qinfer_windows", "policy_percent": 40, "recent_percent": 20},
         lambda: NaiveQInferWindows(40, 20),
     ),
+    "qinfer_windows large": (  # as above: keys of the answer are kept or dropped by what the answer gave them
+        {"policy": "qinfer_windows", "policy_percent": 75, "recent_percent": 30},
+        lambda: NaiveQInferWindows(75, 30),
+    ),
     "quest": (
         {"policy": "quest", "policy_tokens": 16, "page_tokens": 4, "exact_layers": 0},
         lambda: NaiveQuest(4, 4, 0),
