@@ -52,10 +52,18 @@ CASES: dict[str, tuple[dict[str, object], Callable[[], Rule]]] = {
         {"policy": "keyformer", "policy_percent": 25, "recent_percent": 50, "tau_start": 0.5, "tau_end": 6.0},
         lambda: NaiveKeyformer(25, 50, tau=(0.5, 6.0), limit=LIMIT),
     ),
+    "keyformer large and hot": (  # so large that keys of the answer, which the temperature's rise weighs, are kept
+        {"policy": "keyformer", "policy_percent": 90, "recent_percent": 30, "tau_start": 0.5, "tau_end": 6.0},
+        lambda: NaiveKeyformer(90, 30, tau=(0.5, 6.0), limit=LIMIT),
+    ),
     "qinfer_windows": ({"policy": "qinfer_windows"}, lambda: NaiveQInferWindows(20, 50)),
     "qinfer_windows few recent": (
         {"policy": "qinfer_windows", "policy_percent": 40, "recent_percent": 20},
         lambda: NaiveQInferWindows(40, 20),
+    ),
+    "qinfer_windows large": (  # as above: keys of the answer are kept or dropped by what the answer gave them
+        {"policy": "qinfer_windows", "policy_percent": 75, "recent_percent": 30},
+        lambda: NaiveQInferWindows(75, 30),
     ),
     "quest": (
         {"policy": "quest", "policy_tokens": 16, "page_tokens": 4, "exact_layers": 0},
