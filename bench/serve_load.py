@@ -27,7 +27,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-from harness import Quantiles, append_record, environment
+from harness import Quantiles, append_record, environment, watch_others
 
 LARGE_BYTES = 32 * 2**20
 """Of an anonymous mapping: KV pools and weights are larger, what Python and malloc ask for is smaller."""
@@ -277,9 +277,9 @@ def main() -> None:
     parser.add_argument("--record", type=Path, help="append the JSON line to this file")
     parser.add_argument("serve", nargs="+", help="after --: MODEL and flags of ambidex serve")
     args = parser.parse_args()
-    with serving(args.serve) as (pid, port):
+    with watch_others() as others, serving(args.serve) as (pid, port):
         record = asyncio.run(measure(args, pid, port))
-    record = {**environment(), **record}
+    record = {**environment(), **record, "others_busy_cores": others.busy_cores}
     print(append_record(args.record, record) if args.record else json.dumps(record, indent=2))
 
 

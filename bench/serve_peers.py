@@ -23,12 +23,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ambidex.formats.locate import find_model
 from ambidex.text.tokenizer import load_tokenizer
-from harness import append_record, environment
+from harness import append_record, environment, watch_others
 from serve_load import TEXT
 
 START_S = 180.0
@@ -106,6 +107,33 @@ def make_prompts(args: argparse.Namespace, num_common: int) -> tuple[list[str], 
     return [common + TEXT[start : start + chars] for start in starts], common
 
 
+def own_server(args: argparse.Namespace, prompts: Sequence[str], common: str) -> dict[str, Any]:
+    """This server's figures."""
+    port = free_port()
+    command = [sys.executable, "-c", "from ambidex.cli.main import run; run()", "serve", "smollm2", "--port", str(port)]
+    with serving([*command, "--num-threads", str(args.threads), *args.serve], port):
+        return asyncio.run(measure(port, prompts, common, args.tokens, args.repeats))
+
+
+def peer_server(args: argparse.Namespace, file: str, prompts: Sequence[str], common: str) -> dict[str, Any]:
+    """Those of llama-cpp-python's server."""
+    port, threads = free_port(), str(args.threads)
+    command = [str(args.peer), "-m", "llama_cpp.server", "--model", file, "--port", str(port), "--n_ctx", "8192"]
+    command += ["--n_threads", threads, "--n_threads_batch", threads, "--interrupt_requests", "false"]
+    with serving(command, port):
+        return asyncio.run(measure(port, prompts, common, args.tokens, args.repeats))
+
+
+def peer_batch(args: argparse.Namespace, file: str, ids: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Those of llama.cpp without a server."""
+    job = {"model": file, "prompts": ids, "tokens": args.tokens, "threads": args.threads}
+    script = str(Path(__file__).with_name("llama_batch.py"))
+    out = subprocess.run([str(args.peer), script], input=json.dumps(job), capture_output=True, text=True, check=False)
+    if out.returncode != 0:
+        raise SystemExit(f"llama_batch.py failed:\n{out.stderr[-2000:]}")
+    return {name: round(rate, 2) for name, rate in json.loads(out.stdout).items()}
+
+
 def main() -> None:
     """Run and keep the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -116,36 +144,28 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64, help="tokens of a prompt of its own, about")
     parser.add_argument("--common-tokens", type=int, nargs="+", default=[0, 4096], help="before it, about")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--skip", nargs="*", default=[], choices=("server", "batch"), help="of llama.cpp")
+    parser.add_argument("--skip", nargs="*", default=[], help="contestants: llama_cpp_server, llama_cpp_batch")
     parser.add_argument("--record", type=Path, help="append the JSON line to this file")
     parser.add_argument("serve", nargs="*", help="after --: flags of ambidex serve")
     args = parser.parse_args()
     file = str(find_model("smollm2").files[0])
     tokenizer = load_tokenizer(find_model("smollm2"))
-    threads, results = str(args.threads), []
+    results = []
     for num_common in args.common_tokens:
         prompts, common = make_prompts(args, num_common)
         ids = [tokenizer.encode(prompt) for prompt in prompts]
-        longest = max(map(len, ids)) + args.tokens
-        found: dict[str, Any] = {"context_tokens": longest}
-        port = free_port()
-        own = [sys.executable, "-c", "from ambidex.cli.main import run; run()", "serve", "smollm2", "--port", str(port)]
-        with serving([*own, "--num-threads", threads, *args.serve], port):
-            found["ambidex"] = asyncio.run(measure(port, prompts, common, args.tokens, args.repeats))
-        if "server" not in args.skip:
-            port = free_port()
-            peer = [str(args.peer), "-m", "llama_cpp.server", "--model", file, "--port", str(port), "--n_ctx", "8192"]
-            peer += ["--n_threads", threads, "--n_threads_batch", threads, "--interrupt_requests", "false"]
-            with serving(peer, port):
-                found["llama_cpp_server"] = asyncio.run(measure(port, prompts, common, args.tokens, args.repeats))
-        if "batch" not in args.skip:
-            job = {"model": file, "prompts": ids, "tokens": args.tokens, "threads": args.threads}
-            script = str(Path(__file__).with_name("llama_batch.py"))
-            out = subprocess.run([str(args.peer), script], input=json.dumps(job), capture_output=True, text=True)
-            if out.returncode != 0:
-                raise SystemExit(f"llama_batch.py failed:\n{out.stderr[-2000:]}")
-            found["llama_cpp_batch"] = {name: round(rate, 2) for name, rate in json.loads(out.stdout).items()}
-        print(json.dumps(found), file=sys.stderr)
+        found: dict[str, Any] = {"context_tokens": max(map(len, ids)) + args.tokens}
+        contestants = {
+            "ambidex": partial(own_server, args, prompts, common),
+            "llama_cpp_server": partial(peer_server, args, file, prompts, common),
+            "llama_cpp_batch": partial(peer_batch, args, file, ids),
+        }
+        for name, run in contestants.items():
+            if name not in args.skip:
+                with watch_others() as others:
+                    figures = run()
+                found[name] = {**figures, "others_busy_cores": others.busy_cores}
+                print(name, json.dumps(found[name]), file=sys.stderr, flush=True)
         results.append(found)
     version = [str(args.peer), "-c", "import llama_cpp; print(llama_cpp.__version__)"]
     peer_version = subprocess.run(version, capture_output=True, text=True, check=True).stdout.strip()

@@ -65,6 +65,7 @@ class LiveServer:
         )
         self.server = DrainingServer(self.app, drain_s=config.drain_s)
         self._thread = threading.Thread(target=self._run, daemon=True)
+        self._openai: OpenAI | None = None
         self.http = httpx.Client(base_url=self.url, timeout=WAIT_S)
 
     @property
@@ -77,7 +78,9 @@ class LiveServer:
     @property
     def openai(self) -> OpenAI:
         """OpenAI's own client."""
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+        if self._openai is None:
+            self._openai = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+        return self._openai
 
     def __enter__(self) -> "LiveServer":
         self._thread.start()
@@ -89,6 +92,8 @@ class LiveServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.http.close()
+        if self._openai is not None:
+            self._openai.close()
         self.stop()
 
     def stop(self) -> None:

@@ -346,6 +346,20 @@ class NaiveHybridGen(EarlyRule):
         return self.for_query_heads(chosen)
 
 
+class NaiveSteeredHybridGen(NaiveHybridGen):
+    """The same, told at each position how many keys to select, and in which mode: `settings` (keys or None, is_pre)."""
+
+    def __init__(self, settings: list[tuple[int | None, bool]], *, near: int, percent: int, exact_layers: int) -> None:
+        super().__init__(0, near=near, is_pre=False, percent=percent, exact_layers=exact_layers)
+        self.settings = settings
+
+    def choose(self, seen: Seen) -> list[set[int]]:
+        count, self.is_pre = self.settings[(seen.num_keys - 1) % len(self.settings)]
+        # ceil, so that the share of the prompt is the number itself again
+        self.percent_selected = 20 if count is None else -(-100 * count // self.num_prompt)
+        return super().choose(seen)
+
+
 @dataclass
 class NaiveRun:
     """One request, computed by the definition. Implements `AttentionOp`.

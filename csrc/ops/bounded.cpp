@@ -1,9 +1,11 @@
 #include "ops/bounded.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <limits>
 #include <mutex>
+#include <thread>
 
 #include "core/pause.h"
 #include "simd/call.h"
@@ -20,20 +22,44 @@ constexpr std::size_t kLeastKeys = 512;
 // Upper scores that are held at once, 16 MiB: what the second caches of a few cores hold, and 64 groups of 16K keys and 4
 // heads.
 constexpr std::size_t kScoresOfWave = std::size_t{1} << 22;
-// Twice is enough for a threshold from all scores; the third part takes every key.
-constexpr std::size_t kRepairs = 2;
+// A part of a group's own for the keys that go in if rounding stands in the way of its threshold: all that are left.
+constexpr std::size_t kRepairs = 1;
 
-// Thresholds lie kBinsPerUnit to a factor of 2, from the whole softmax down to 2^-40 of it.
-constexpr float kBinsPerUnit = 8.0f;
-constexpr std::size_t kNumBins = 320;
-constexpr std::size_t kSampledKeys = 2048;
-constexpr float kSampledShare = 0.92f;  // of what may be dropped, where only some keys are looked at
+// Thresholds lie kBinsPerUnit to a factor of 2, from the largest score down to 2^-32 of it. A sample of the scores would
+// not do: what may be left out is often a few of the likelier keys.
+constexpr float kBinsPerUnit = 16.0f;
+constexpr std::size_t kNumBins = 512;
+constexpr float kLastBin = 511.0f;
+constexpr std::size_t kCountsAtOnce = 4;  // independent ones, so that keys of one bin do not wait for each other
 // Σ 2^(u - anchor) of what is dropped is a difference of two sums in fp32 of up to 2^20 numbers, in 16 lanes and many
 // parts: 2^-16 of the larger one holds what they round by.
 constexpr float kSumRounding = 0x1p-16f;
 constexpr float kMostExponent = 100.0f;
+// What is left out must not depend on who is faster, so whoever attends elsewhere is waited for. That is an accelerator's
+// own part of a layer, some tens of microseconds; one that takes this long is lost.
+constexpr std::chrono::milliseconds kWaitOther{500};
+constexpr int kPausesPerReading = 64;
 
 std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
+
+// How many of some upper scores lie how far below the largest of them, in bins; the last bin has all that lie farther. NaN
+// is counted there, too: a limit that NaN has gone into lets nothing be left out.
+void count_scores(const float* scores, std::size_t num, float top, float* counts) {
+  std::uint32_t found[kCountsAtOnce][kNumBins] = {};
+  std::int32_t bins[64];
+  for (std::size_t begin = 0; begin < num; begin += 64) {
+    for (std::size_t i = 0; i < 64; ++i) {
+      const float bin = (top - scores[begin + i]) * kBinsPerUnit;
+      bins[i] = static_cast<std::int32_t>(bin < kLastBin ? bin : kLastBin);
+    }
+    for (std::size_t i = 0; i < 64; i += kCountsAtOnce) {
+      for (std::size_t k = 0; k < kCountsAtOnce; ++k) ++found[k][bins[i + k]];
+    }
+  }
+  for (std::size_t bin = 0; bin < kNumBins; ++bin) {
+    counts[bin] = static_cast<float>(found[0][bin] + found[1][bin] + found[2][bin] + found[3][bin]);
+  }
+}
 
 // log2(2^a + 2^b)
 float add_in_log2(float a, float b) {
@@ -193,6 +219,7 @@ BoundedPool::Places BoundedPool::places(const Group& group, float* base) const {
   };
   for (float** to : {&at.tops, &at.uppers, &at.lowers, &at.shifts}) take(to, parts * rows);
   take(&at.value_norms, parts);
+  take(&at.counts, parts * rows * kNumBins);
   for (float** to : {&at.anchors, &at.others, &at.limits, &at.thresholds, &at.before}) take(to, rows);
   take(&at.outs, kept_parts * rows * call_->scan.tiles.padded_dim);
   for (float** to : {&at.keep_tops, &at.sums, &at.kept}) take(to, kept_parts * rows);
@@ -217,6 +244,11 @@ void BoundedPool::scan(const Task& task, std::size_t thread) {
              {keys, scores_.data() + group.first_score, group.base, group.stride, at.tops + first, at.uppers + first,
               at.lowers + first, at.shifts + first, at.value_norms + task.part},
              workspaces_[thread].begin);
+  for (std::size_t row = 0; row < group.rows; ++row) {
+    count_scores(scores_.data() + group.first_score + row * group.stride + (task.first_key / 64 * 64 - group.base),
+                 (task.first_key % 64 + task.num_keys + 63) / 64 * 64, at.tops[first + row],
+                 at.counts + (first + row) * kNumBins);
+  }
 }
 
 KeepRange BoundedPool::keep_range(const Group& group, const Places& at, std::size_t part) const {
@@ -249,18 +281,28 @@ std::size_t BoundedPool::place_of(const Group& group, std::size_t row) const {
   return (token * call_->scan.num_kv_heads + group.kv_head) * group_size + row % group_size;
 }
 
-// log2 of the softmax's sum over keys that are not joined, as far as it is known.
-float BoundedPool::other_sum(const Group& group, std::size_t row) const {
-  if (call_->other_lse == nullptr || __atomic_load_n(call_->other_word, __ATOMIC_ACQUIRE) == 0) return kNothing;
-  return call_->other_lse[place_of(group, row)] * kLog2OfE;
+// Waits for whoever attends elsewhere; false: nobody does, or it took too long and does not count.
+bool BoundedPool::wait_other() const {
+  if (call_->other_lse == nullptr) return false;
+  const auto end = std::chrono::steady_clock::now() + kWaitOther;
+  do {
+    for (int i = 0; i < kPausesPerReading; ++i) {
+      if (__atomic_load_n(call_->other_word, __ATOMIC_ACQUIRE) != 0) return true;
+      pause();
+    }
+    std::this_thread::yield();
+  } while (std::chrono::steady_clock::now() < end);
+  return false;
 }
 
 void BoundedPool::choose(const Group& group) {
   const Places at = places(group, floats_.data() + group.first_float);
-  const std::size_t stride = std::max<std::size_t>(1, group.stride / kSampledKeys);
+  const bool has_other = wait_other();
   for (std::size_t row = 0; row < group.rows; ++row) {
     float anchor = kNothing;
-    for (std::size_t part = 0; part < group.num_tasks; ++part) anchor = std::max(anchor, at.tops[part * group.rows + row]);
+    for (std::size_t part = 0; part < group.num_tasks; ++part) {
+      anchor = std::max(anchor, at.tops[part * group.rows + row]);
+    }
     float upper = 0.0f, lower = 0.0f;
     for (std::size_t part = 0; part < group.num_tasks; ++part) {
       const std::size_t i = part * group.rows + row;
@@ -268,37 +310,38 @@ void BoundedPool::choose(const Group& group) {
       lower += at.lowers[i] * std::exp2(at.tops[i] - anchor);
     }
     at.anchors[row] = anchor;
-    at.others[row] = other_sum(group, row);
+    at.others[row] = has_other ? call_->other_lse[place_of(group, row)] * kLog2OfE : kNothing;
     at.uppers[row] = upper;  // of part 0, and from here on of all
     // What may be dropped, in units of 2^anchor: 0 unless it is more than sums can be off by. NaN fails the comparison.
     float whole = add_in_log2(anchor + std::log2(lower), at.others[row]);
     if (call_->near_lse != nullptr) whole = add_in_log2(whole, call_->near_lse[place_of(group, row)] * kLog2OfE);
-    const float limit = call_->max_mass * std::exp2(std::min(whole - anchor, kMostExponent)) * (1.0f - 0x1p-12f) - kSumRounding * upper;
+    const float allowed = call_->max_mass * (1.0f - 0x1p-12f) * std::exp2(std::min(whole - anchor, kMostExponent));
+    const float limit = allowed - kSumRounding * upper;
     at.limits[row] = limit > 0.0f && std::isfinite(limit) ? limit : 0.0f;
-    at.thresholds[row] = find_threshold(group, at, row, stride, stride > 1 ? kSampledShare : 1.0f);
+    at.thresholds[row] = find_threshold(group, at, row);
   }
 }
 
-// A threshold below which upper scores add up to `share` of the limit, going by every `stride`-th 16 keys.
-float BoundedPool::find_threshold(const Group& group, const Places& at, std::size_t row, std::size_t stride,
-                                  float share) const {
-  const float limit = at.limits[row] * share;
-  if (!(limit > 0.0f)) return kNothing;
+// The highest threshold below which upper scores add up to the limit at most, by counts of each part's scores. A score in
+// bin b of a part lies b to b + 1 bins below the part's largest, so rounding the parts' distances up to whole bins leaves no
+// key that is below a threshold out of the sum, and takes each for at most one bin larger than it is.
+float BoundedPool::find_threshold(const Group& group, const Places& at, std::size_t row) const {
   const float anchor = at.anchors[row];
-  const float* upper = scores_.data() + group.first_score + row * group.stride;
-  std::uint32_t counts[kNumBins] = {};
-  for (std::size_t key = 0; key < group.stride; key += 16 * stride) {
-    for (std::size_t i = key; i < key + 16; ++i) {
-      const float bin = std::min((anchor - upper[i]) * kBinsPerUnit, static_cast<float>(kNumBins - 1));
-      if (upper[i] > kNothing) ++counts[static_cast<std::size_t>(std::max(bin, 0.0f))];
-    }
+  if (!(at.limits[row] > 0.0f)) return kNothing;
+  float counts[kNumBins] = {};
+  for (std::size_t part = 0; part < group.num_tasks; ++part) {
+    const std::size_t i = part * group.rows + row;
+    const float distance = std::ceil((anchor - at.tops[i]) * kBinsPerUnit);
+    const std::size_t shift = distance < kNumBins ? static_cast<std::size_t>(distance) : kNumBins - 1;
+    const float* own = at.counts + i * kNumBins;
+    for (std::size_t bin = 0; bin + shift < kNumBins; ++bin) counts[bin + shift] += own[bin];
+    for (std::size_t bin = kNumBins - shift; bin < kNumBins; ++bin) counts[kNumBins - 1] += own[bin];
   }
   float sum = 0.0f;
   std::size_t bin = kNumBins;
   while (bin > 0) {
-    const float edge = std::exp2(-static_cast<float>(bin - 1) / kBinsPerUnit);
-    sum += static_cast<float>(counts[bin - 1]) * edge * static_cast<float>(stride);
-    if (!(sum <= limit)) break;
+    sum += counts[bin - 1] * std::exp2(-(static_cast<float>(bin) - 2.0f) / kBinsPerUnit);
+    if (!(sum <= at.limits[row])) break;
     --bin;
   }
   return anchor - static_cast<float>(bin) / kBinsPerUnit;
@@ -315,11 +358,9 @@ void BoundedPool::finish(const Group& group, std::size_t thread) {
       is_kept = is_kept && (at.thresholds[row] == kNothing || at.uppers[row] - kept <= at.limits[row]);
     }
     if (is_kept) break;
-    // The sample misled: thresholds from all scores, and if rounding still stands in the way, all keys.
     for (std::size_t row = 0; row < group.rows; ++row) {
       at.before[row] = at.thresholds[row];
-      const float found = repair == 0 ? find_threshold(group, at, row, 1, 1.0f) : kNothing;
-      at.thresholds[row] = std::min(found, at.before[row]);
+      at.thresholds[row] = kNothing;
     }
     KeepRange range = keep_range(group, at, num_parts);
     range.before = at.before;

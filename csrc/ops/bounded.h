@@ -38,8 +38,8 @@ struct BoundedCall {
   // Both may be null; they may lie where the answer goes.
   const float* near_out;
   const float* near_lse;
-  // What they saw elsewhere, [T, Hq], which counts and is not joined; null: nothing. It is there once the word is not 0;
-  // until then it does not count.
+  // What they saw elsewhere, [T, Hq], which counts and is not joined; null: nothing. It is there once the word is not 0,
+  // which is waited for; half a second later it does not count.
   const float* other_lse;
   const std::int32_t* other_word;
   // [T, Hq, kNumBoundedFigures]: the share of the softmax left out, at most; the factor of the distance from the whole
@@ -114,7 +114,7 @@ class BoundedPool {
   };
   // Places of a group's numbers, each [rows] or [parts, rows].
   struct Places {
-    float *tops, *uppers, *lowers, *shifts, *value_norms;             // by scanned part
+    float *tops, *uppers, *lowers, *shifts, *value_norms, *counts;    // by scanned part; counts by bin, too
     float *anchors, *others, *limits, *thresholds, *before;             // by row
     float *outs, *keep_tops, *sums, *kept, *num_kept;                 // by kept part
     std::size_t num_floats;
@@ -131,8 +131,8 @@ class BoundedPool {
   Places places(const Group& group, float* base) const;
   AttendRange range_of(const Group& group) const;
   KeepRange keep_range(const Group& group, const Places& at, std::size_t part) const;
-  float find_threshold(const Group& group, const Places& at, std::size_t row, std::size_t stride, float share) const;
-  float other_sum(const Group& group, std::size_t row) const;
+  float find_threshold(const Group& group, const Places& at, std::size_t row) const;
+  bool wait_other() const;
   std::size_t place_of(const Group& group, std::size_t row) const;
   void answer_empty(const BoundedCall& call, const KeyBatch::Request& request) const;
 

@@ -12,7 +12,7 @@ template <class Half>  // Bf16, Fp16
 inline Lanes load_token(const Half* line, std::size_t token) {
   Lanes parts[2];
   load_line(line, parts);
-  return parts[token];
+  return token == 0 ? parts[0] : parts[1];  // not an index: that would go through memory
 }
 
 #if defined(__AVX512F__)

@@ -29,6 +29,13 @@ FORMS: Final = [
     pytest.param(None, {**SPLIT, "kv_dtype": KVDTypeChoice.INT8}, id="program, int8"),
     pytest.param(DecodeForm.FIXED, SPLIT, id="lanes"),
     pytest.param(DecodeForm.FIXED, {**SPLIT, "kv_dtype": KVDTypeChoice.INT8}, id="lanes, int8"),
+    pytest.param(DecodeForm.CAPTURED, {**SPLIT, "device": DeviceKind.CUDA}, id="cuda", marks=pytest.mark.gpu),
+    pytest.param(
+        DecodeForm.CAPTURED,
+        {**SPLIT, "device": DeviceKind.CUDA, "kv_dtype": KVDTypeChoice.INT8},
+        id="cuda, int8",
+        marks=pytest.mark.gpu,
+    ),
 ]
 
 

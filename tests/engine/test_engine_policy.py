@@ -153,3 +153,23 @@ def test_a_model_with_biases_for_positions_is_refused_at_start(policy: PolicyNam
 def test_option_of_another_policy_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="`max_dropped_mass` is an option of bounded, not of `policy` h2o"):
         LLM(str(folder), policy="h2o", max_dropped_mass=0.1)
+
+
+@pytest.mark.parametrize("feedback", ["mode", "full"])
+def test_hybridgen_is_steered_by_the_times_of_its_steps(folder: Path, feedback: str) -> None:
+    options = {"exact_layers": 1, "near_tokens": 3, "hybridgen_feedback": feedback, "min_selected_tokens": 4}
+    with LLM(str(folder), policy="hybridgen", **options, **SETTINGS) as llm:
+        steered = llm._engine.core.scheduler._feedback
+        assert steered is not None
+        before = steered.setting
+        llm.generate(PROMPTS, GREEDY)
+        after = steered.setting
+    assert after.times is not None, "no step was timed"
+    assert after.times.cpu_s > 0
+    assert after.num_selected >= before.num_selected == 4
+    assert (after.num_selected == 4) or feedback == "full", "mode changes the mode alone"
+
+
+def test_without_feedback_nothing_is_timed(folder: Path) -> None:
+    with LLM(str(folder), policy="hybridgen", **OPTIONS[PolicyName.HYBRIDGEN], **SETTINGS) as llm:
+        assert llm._engine.core.scheduler._feedback is None

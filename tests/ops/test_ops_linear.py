@@ -7,6 +7,7 @@ from ambidex.core.errors import ShapeError
 from ambidex.kernels.cpu import native
 from ambidex.kernels.dispatch import IMPLEMENTATIONS, choose, override
 from ambidex.kernels.linear import MOST_NATIVE_TOKENS, LinearContext, LinearOp
+from ambidex.kernels.torch_ops import linear as torch_linear
 from truth import assert_within_twice_plain
 
 
@@ -68,3 +69,15 @@ def test_choose_linear_says_why() -> None:
     assert choose("linear", "cpu").name == "native"
     assert choose("linear", "cuda").name == "torch"
     assert choose("linear", "cpu").reason
+
+
+def test_product_with_the_weight_first_is_the_product() -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(5, 64), torch.randn(24, 64).bfloat16(), torch.randn(24)
+    scratch = torch_linear.Scratch()
+    forms = [
+        torch_linear.linear(x, weight, bias, scratch=scratch, multiplies_bf16=True, weight_first=first)
+        for first in (False, True)
+    ]
+    torch.testing.assert_close(forms[0], forms[1], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(forms[1], x @ weight.float().T + bias, rtol=3e-2, atol=0.2)

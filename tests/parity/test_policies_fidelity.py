@@ -5,6 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from ambidex.core.policy import HybridGenMode
+from ambidex.core.selection import SelectionSetting
 from naive_policies import (
     NaiveBounded,
     NaiveH2ODrop,
@@ -15,6 +17,7 @@ from naive_policies import (
     NaiveQInferWindows,
     NaiveQuest,
     NaiveRun,
+    NaiveSteeredHybridGen,
     NaiveStreamingLLM,
     Rule,
 )
@@ -134,3 +137,37 @@ def test_definitions_differ_from_full_attention(tiny: TinyModel) -> None:
             continue
         run = NaiveRun(tiny, [make_rule() for _ in range(tiny.spec.num_layers)], tokens, NUM_PROMPT)
         assert (run.hidden[-1] - full.hidden[-1]).abs().max() > 1e-3 * full.hidden.abs().max(), case
+
+
+@pytest.mark.parametrize("feedback", ["mode", "full"])
+def test_hybridgen_follows_what_feedback_tells_it_from_step_to_step(tiny: TinyModel, feedback: str) -> None:
+    """Modes and numbers of keys change at every step; `mode` leaves each request its own number."""
+    settings = [(4, False), (7, True), (2, True), (11, False)]
+    own = settings if feedback == "full" else [(None, is_pre) for _, is_pre in settings]
+    tokens = random_tokens(NUM_TOKENS, seed=3)
+    rules: list[Rule] = [
+        NaiveSteeredHybridGen(list(own), near=6, percent=40, exact_layers=1) for _ in range(tiny.spec.num_layers)
+    ]
+    naive = NaiveRun(tiny, rules, tokens, NUM_PROMPT)
+    options = {"exact_layers": 1, "near_tokens": 6, "partial_percent": 40, "hybridgen_feedback": feedback}
+    world = SelectiveWorld(tiny, policy_settings("hybridgen", **options))
+    world.add("a", tokens, num_prompt=NUM_PROMPT)
+    world.step([("a", NUM_PROMPT)])
+    assert world.attention.stage_times(1.0) is None, "a prompt is no decode step"
+    hidden = []
+    for position in range(NUM_PROMPT, NUM_TOKENS):
+        num_selected, is_pre = settings[position % len(settings)]
+        mode = HybridGenMode.PRE if is_pre else HybridGenMode.POST
+        world.attention.apply(SelectionSetting(num_selected=num_selected, mode=mode))
+        hidden.append(world.step([("a", 1)])["a"])
+        stages = world.attention.stage_times(100.0)
+        assert stages is not None
+        assert stages.cpu_s > 0
+        assert stages.transfer_s > 0
+        assert stages.gpu_s == pytest.approx(100.0 - stages.cpu_s - stages.transfer_s)
+        for layer_idx in range(tiny.spec.num_layers):
+            choice = world.choices["a", layer_idx, position]
+            for head, wanted in enumerate(naive.attended[layer_idx, position]):
+                assert set(choice.mask[head].nonzero()[:, 0].tolist()) == wanted
+    error = (torch.cat(hidden) - naive.hidden[NUM_PROMPT:]).abs().max() / naive.hidden.abs().max()
+    assert error < 1e-4

@@ -1,7 +1,9 @@
 """LangChain's client for OpenAI's API, where it is installed: `pip install langchain-openai`."""
 
+from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from ambidex import LLM, SamplingParams
@@ -9,11 +11,18 @@ from live_server import LiveServer
 
 
 @pytest.fixture(scope="module")
-def chat(server: LiveServer) -> Any:
+def chat(server: LiveServer) -> Iterator[Any]:
     package = pytest.importorskip("langchain_openai", reason="pip install langchain-openai")
-    return package.ChatOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", model="tiny", temperature=0, max_tokens=20, max_retries=0
-    )
+    with httpx.Client() as client:
+        yield package.ChatOpenAI(
+            base_url=f"{server.url}/v1",
+            api_key="none",
+            model="tiny",
+            temperature=0,
+            max_tokens=20,
+            max_retries=0,
+            http_client=client,
+        )
 
 
 @pytest.fixture(scope="module")

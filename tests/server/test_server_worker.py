@@ -52,16 +52,18 @@ def complete(server: LiveServer, prompt: object, **fields: object) -> httpx.Resp
     return server.http.post("/v1/completions", json=body, timeout=START_S)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_kill_9_under_load_keeps_what_has_not_been_sent_and_ends_open_streams_cleanly(
-    folder: Path, offline: LLM
+    folder: Path, device: str
 ) -> None:
     num_tokens = 100
     body = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
     params = SamplingParams(max_output_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     prompts = [f"prompt {idx}" for idx in range(24)]
-    wanted = [output.text for output in offline.generate(prompts, params)]
+    with LLM(str(folder), device=device, dtype="fp32") as offline:
+        wanted = [output.text for output in offline.generate(prompts, params)]
     begun = [Stream() for _ in range(4)]
-    start = in_worker(folder, max_running_requests=8, **SMALL_POOL)
+    start = in_worker(folder, max_running_requests=8, device=device, dtype="fp32", **SMALL_POOL)
     with LiveServer(start) as server, ThreadPoolExecutor(max_workers=32) as pool:
         first = server.worker.pid
         streams = [
@@ -117,13 +119,29 @@ def test_client_that_leaves_while_the_engine_is_built_anew_is_not_answered_later
         assert server.status()["num_computed_tokens"] == 0
 
 
+def test_abort_while_the_engine_is_built_anew_ends_the_answer(folder: Path) -> None:
+    with LiveServer(in_worker(folder)) as server, ThreadPoolExecutor() as pool:
+        os.kill(server.worker.pid, signal.SIGSTOP)
+        headers = {"X-Request-Id": "mine"}
+        body = {"prompt": "hello", "max_tokens": 50}
+        answer = pool.submit(server.http.post, "/v1/completions", json=body, headers=headers)
+        wait_until(lambda: server.app.answers.num_choices == 1)
+        os.kill(server.worker.pid, signal.SIGKILL)
+        wait_until(lambda: server.service.state == "restarting")
+        wait_until(lambda: server.app.answers.find("", "mine")._restart is not None)  # type: ignore[union-attr]
+        server.http.post("/v1/abort", json={"id": "mine"}).raise_for_status()
+        choice = answer.result().json()["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == ("", "abort")
+
+
 def test_process_that_says_nothing_is_killed_and_built_anew(folder: Path) -> None:
-    with LiveServer(in_worker(folder, silence_s=6)) as server:
+    with LiveServer(in_worker(folder, silence_s=10)) as server:
         first = server.worker.pid
         os.kill(first, signal.SIGSTOP)
         assert server.http.get("/ready").json()["status"] == "stalled"
         response = server.http.get("/v1/ambidex/status")
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_stalled")
+        assert "ambidex_engine_ready 0.0" in server.http.get("/metrics").text
         wait_until(lambda: server.service.num_restarts == 1)
         assert "has said nothing" in str(server.service.error)
         wait_until(lambda: server.http.get("/ready").status_code == 200, timeout_s=START_S)

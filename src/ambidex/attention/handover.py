@@ -186,7 +186,7 @@ class Handover:
     def answer_alone(self, batches: Sequence[KeyBatch]) -> None:
         """Do the CPU lane's part with the queries that are there; nothing else may be under way."""
         self.reset()
-        self._host_flags[0, :, 0] = 1
+        self._host_flags[::2, :, 0] = 1  # asked, and what the accelerator saw of its own is known
         self.answer(batches)
 
     def answering(self, batches: Sequence[KeyBatch]) -> AbstractContextManager[None]:

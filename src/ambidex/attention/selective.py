@@ -30,10 +30,12 @@ from ambidex.attention.select.policy import (
     find_places,
 )
 from ambidex.attention.selection_log import SelectionLog
+from ambidex.attention.stage_clock import StageClock
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.errors import InternalError, ShapeError
 from ambidex.core.ids import KVPart, Lane, RequestId, Tier
 from ambidex.core.model_spec import ModelSpec
+from ambidex.core.selection import SelectionSetting, StageTimes
 from ambidex.core.step import NewRequest, ScheduledRequest, SelectionFigures
 from ambidex.kernels import api
 from ambidex.layers.rope import compute_inv_freq
@@ -149,6 +151,7 @@ class SelectiveAttention:
         self._inv_freq = compute_inv_freq(spec.rope).to(self._device) if is_turned and spec.rope is not None else None
         self._states: dict[RequestId, _State] = {}
         self._log = SelectionLog(self._device, verify_every=verify_every)
+        self._clock = StageClock(self._device, is_on=Need.TIMES in policy.needs)
         self.begin(())
 
     @property
@@ -191,6 +194,20 @@ class SelectiveAttention:
         """Drop what is kept of a request that ended."""
         self._states.pop(request_id, None)
 
+    def apply(self, setting: SelectionSetting) -> None:
+        """What the policy shall select from the next step on."""
+        self._policy.apply(setting)
+
+    def stage_times(self, forward_s: float) -> StageTimes | None:
+        """Times of the stages of the last step, if all its tokens were decode queries and the policy asks for times.
+
+        Args:
+            forward_s: seconds of the whole forward pass.
+        """
+        if any(work.num_prompt_rows for work in self._works):
+            return None
+        return self._clock.times(forward_s)
+
     def kept(self, request_id: RequestId, layer_idx: int) -> Tensor | None:
         """[H, S] bool: False where a key of a request is dropped for good; None: nothing is."""
         return self._states[request_id].selectors[layer_idx].kept
@@ -204,6 +221,7 @@ class SelectiveAttention:
         self._num_own_bytes = 0
         self._num_rows = torch.zeros(len(TIERS), dtype=torch.int64, device=self._device)
         self._log.begin()
+        self._clock.begin()
         self._works: list[_Work] = []
         self._num_tokens = 0
         prompts = []
@@ -342,7 +360,8 @@ class SelectiveAttention:
                 take_keys=self._taking(work, layer_idx),
                 note_bytes=self._note_bytes,
             )
-            selection = selector.select(query)
+            with self._clock.measure("scores"):
+                selection = selector.select(query)
             attended = self._attend_selected(layer_idx, work, query, selection)
             if Need.PROBS in self._policy.needs:
                 selector.attended(attended.spread())
@@ -374,7 +393,8 @@ class SelectiveAttention:
         taken = places[:, None].expand(-1, group_size, -1)  # [Hkv, G, M]
         scores = self._scores(layer_idx, work, query, selection, places, is_real, taken, union)
         scores = scores.masked_fill(~(mask.gather(2, taken) & is_real[:, None]), -torch.inf)
-        values = work.context.take(KVPart.V, layer_idx, places, self._policy.dtype)
+        with self._clock.measure("transfer"):
+            values = work.context.take(KVPart.V, layer_idx, places, self._policy.dtype)
         self._count(work, union)
         probs = scores.softmax(-1)
         return _Attended(

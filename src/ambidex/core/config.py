@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from ambidex.core.errors import ConfigError
-from ambidex.core.policy import BoundedScores, H2OForm, HybridGenMode, PolicyName, resolve_policy
+from ambidex.core.policy import BoundedScores, H2OForm, HybridGenFeedback, HybridGenMode, PolicyName, resolve_policy
 from ambidex.core.units import format_count, parse_size
 
 
@@ -215,6 +215,15 @@ class EngineConfig:
     hybridgen_mode: HybridGenMode = setting(
         HybridGenMode.AUTO, SettingKind.CHOICE, "select after all scores, or by a predictor; auto: post"
     )
+    hybridgen_feedback: HybridGenFeedback = setting(
+        HybridGenFeedback.AUTO, SettingKind.CHOICE,
+        "what hybridgen changes by measured stage times: mode; full: the number of selected keys, then the mode; auto: "
+        "off",
+    )  # fmt: skip
+    min_selected_tokens: int | None = setting(
+        None, SettingKind.INT, "keys that hybridgen's feedback leaves selected at least; default: 64",
+        unit="tokens", low=2,
+    )  # fmt: skip
     near_tokens: int | None = setting(
         None, SettingKind.INT, "newest keys that hybridgen always attends, with true scores; default: 64",
         unit="tokens", low=0,

@@ -53,6 +53,16 @@ class HybridGenMode(StrEnum):
     PRE = "pre"
 
 
+class HybridGenFeedback(StrEnum):
+    """What HybridGen's feedback may change. `off`: nothing, the mode is fixed. `mode`: the mode alone. `full`: the
+    number of selected keys, then the mode. `auto`: off."""
+
+    AUTO = "auto"
+    OFF = "off"
+    MODE = "mode"
+    FULL = "full"
+
+
 MIN_BUDGET: Final = 2
 """Tokens: a budget that is cut in two has something in each half."""
 MIN_PAGES: Final = 3
@@ -92,6 +102,8 @@ class PolicySettings:
     alpha: float | None = None
     partial_percent: int | None = None
     hybridgen_mode: HybridGenMode | None = None
+    hybridgen_feedback: HybridGenFeedback | None = None
+    min_selected_tokens: int | None = None
     near_tokens: int | None = None
     max_dropped_mass: float | None = None
     bounded_scores: BoundedScores | None = None
@@ -140,6 +152,10 @@ class PolicyOptions(Protocol):
     @property
     def hybridgen_mode(self) -> HybridGenMode: ...
     @property
+    def hybridgen_feedback(self) -> HybridGenFeedback: ...
+    @property
+    def min_selected_tokens(self) -> int | None: ...
+    @property
     def near_tokens(self) -> int | None: ...
     @property
     def seed(self) -> int: ...
@@ -154,7 +170,8 @@ Default = int | float | StrEnum | None
 _BUDGET_OPTIONS: Final = ("policy_tokens", "policy_percent")
 _OPTIONS: Final = (
     *_BUDGET_OPTIONS, "recent_percent", "sink_tokens", "h2o_form", "tau_start", "tau_end", "page_tokens",
-    "exact_layers", "alpha", "partial_percent", "hybridgen_mode", "near_tokens", "max_dropped_mass", "bounded_scores",
+    "exact_layers", "alpha", "partial_percent", "hybridgen_mode", "hybridgen_feedback", "min_selected_tokens",
+    "near_tokens", "max_dropped_mass", "bounded_scores",
 )  # fmt: skip
 
 DEFAULTS: Final[Mapping[PolicyName, Mapping[str, Default]]] = {
@@ -182,7 +199,7 @@ DEFAULTS: Final[Mapping[PolicyName, Mapping[str, Default]]] = {
     # not published: this project's (arXiv:2604.18529 gives no number of keys, window or predictor)
     PolicyName.HYBRIDGEN: {
         "policy_tokens": None, "policy_percent": 20, "near_tokens": 64, "partial_percent": 20, "exact_layers": 2,
-        "hybridgen_mode": HybridGenMode.POST,
+        "hybridgen_mode": HybridGenMode.POST, "hybridgen_feedback": HybridGenFeedback.OFF, "min_selected_tokens": 64,
     },
 }  # fmt: skip
 """The options that each policy has, with their defaults as published."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 
 from ambidex.core.ids import BlockId, Lane, MoveId, RequestId, Tier
 from ambidex.core.request import SamplingParams
+from ambidex.core.selection import SelectionSetting, StageTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ class StepPlan:
     moves: tuple[BlockMove, ...] = ()
     new_requests: tuple[NewRequest, ...] = ()
     finished_requests: tuple[RequestId, ...] = ()
+    selection: SelectionSetting | None = None
+    """What a policy that is steered by feedback shall select; None: as it was set."""
 
     @property
     def num_tokens(self) -> int:
@@ -148,6 +151,8 @@ class StepResult:
     """The step ran as a captured graph."""
     selection: SelectionFigures | None = None
     """What the policy chose in this step; None: there is none, all keys are attended."""
+    stages: StageTimes | None = None
+    """Times of a decode step's stages, where a policy is steered by them."""
     num_graph_failures: int = 0
     """Captures of graphs that have failed so far; after the first, steps are no longer captured."""
     num_verified_blocks: int = 0

@@ -1,7 +1,7 @@
 """The predicted time of a prompt, chunk by chunk.
 
-Weights that are not in GPU memory either travel to it for each chunk, whose products the GPU then does, or the CPU does
-those of its share; whichever is the shorter for a chunk is what is predicted, and `how` names it.
+Weights that are not in GPU memory travel to it for each chunk, whose products the GPU then does. Of a chunk of few
+tokens the CPU may do those of its share, if that is predicted to be shorter; `how` names who does.
 """
 
 from dataclasses import dataclass
@@ -19,6 +19,8 @@ from ambidex.hw.profile import HardwareProfile
 ATTENTION_FLOPS: Final = 0.43
 """Of the GEMM's operations/s: attention of a chunk. Fitted together with the next to the two runs of prefill_gpu whose
 keys all lie on the GPU (8K and 32K tokens, chunks of 2,048)."""
+MOST_CPU_TOKENS: Final = 128
+"""Of a chunk in which the CPU multiplies; of larger ones all weights travel (`mlp/rates.py`)."""
 PASSES: Final = 140
 """Over a token's hidden state in a layer, by all that is neither product nor attention, read at the memory's rate."""
 
@@ -78,7 +80,8 @@ def predict_prefill(
                 spec, weights, profile, workload, placement, kv, start=start, num=num, streams=streams, dtype=dtype
             )
             for way, streams in (("the GPU, over the link", True), ("the CPU", False))
-            if profile.link is not None or not streams
+            if (streams and profile.link is not None)
+            or (not streams and (profile.link is None or num <= MOST_CPU_TOKENS))
         }
         way = min(found, key=lambda name: found[name].seconds)
         ways.add(way)

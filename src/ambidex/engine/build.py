@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -16,15 +16,16 @@ from ambidex.attention.select.registry import make_policy
 from ambidex.attention.selective import SelectiveAttention
 from ambidex.attention.streamed import measure_stream_share, why_no_stream
 from ambidex.attention.tiered import TieredAttention
-from ambidex.core.config import EngineConfig, Graphs, LoadFormat
+from ambidex.core.config import DTypeChoice, EngineConfig, Graphs, LoadFormat
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError, NativeModuleError
 from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVOrder, StreamBuffers
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.placement import Placement
-from ambidex.core.policy import PolicyName, resolve_policy
+from ambidex.core.policy import HybridGenFeedback, PolicyName, resolve_policy
 from ambidex.core.regions import Regions
+from ambidex.core.selection import SelectionLimits, SelectionSetting
 from ambidex.core.step import make_buckets
 from ambidex.core.units import format_size
 from ambidex.engine.auto_placement import AUTO, AutoPlacement, Budgets, solve_weights
@@ -71,10 +72,12 @@ from ambidex.kernels.cpu.bounded import BoundedPool
 from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
 from ambidex.kernels.dispatch import choose, find_fallbacks
 from ambidex.kernels.linear import LinearContext
+from ambidex.kernels.reference.quantized import RECORD_BYTES as GPU_KINDS
 from ambidex.kv.manager import KVManager
 from ambidex.kv.prefix_cache import PrefixCacheLimits
+from ambidex.layers.linear import Linear
 from ambidex.mlp.host_lane import HostLane
-from ambidex.mlp.rates import LaneRates, measure_rates
+from ambidex.mlp.rates import LaneRates, keep_whole, measure_rates
 from ambidex.mlp.split_site import Level, WeightLanes
 from ambidex.models.base import CausalLM
 from ambidex.models.divided import (
@@ -99,6 +102,7 @@ from ambidex.runner.sampler import Sampler
 from ambidex.runner.torch_threads import TorchThreads
 from ambidex.runner.tracing import LaneTracing, trace_lanes
 from ambidex.runner.verified import VerifiedExecutor
+from ambidex.sched.feedback import SelectionFeedback
 from ambidex.sched.scheduler import Scheduler
 from ambidex.storage.checksums import BlockChecksums, VerifiedCopy
 from ambidex.storage.copy import CopyBlock, CopyEngine, copy_block
@@ -147,13 +151,14 @@ class _Choices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Weights:
-    """Where weights lie. `placement` None: all on the accelerator."""
+    """Where weights lie. `placement` None: all on the accelerator. `kinds`: GGUF types of what is divided as stored."""
 
     placement: Placement | None
     why: str
     ring: RingSizes
     bytes: WeightBytes
     parts: DividedBytes | None = None
+    kinds: Mapping[str, str] = field(default_factory=dict)
     auto: AutoPlacement | None = None
     """What was solved, if it was."""
 
@@ -181,6 +186,7 @@ def build_engine(
     min_scanned: int = MIN_SCANNED_BLOCKS,
     host_memory: HostMemory = HOST_MEMORY,
     profile: HardwareProfile | None = None,
+    dummy_kind: str | None = None,
 ) -> Engine:
     """Load a model and make it ready to answer.
 
@@ -196,6 +202,7 @@ def build_engine(
             measured, on a CPU all of it.
         min_scanned: whole blocks of a request from which the bounded policy scans its keys.
         host_memory: who is asked for pinned memory and huge pages; a test hands in one that refuses.
+        dummy_kind: GGUF type, one that a GPU multiplies, of the divided matrices of dummy weights; None: plain numbers.
         profile: of the machine, for `placement` auto; None: the one that `ambidex calibrate` wrote.
     Raises:
         ConfigError, ModelError: the settings or the model cannot be used.
@@ -203,7 +210,12 @@ def build_engine(
     """
     tracer = open_tracer(config.trace)
     choices = _choose(
-        config, decode_form, streams_chunks=min_streamed is not None, weight_ring=weight_ring, profile=profile
+        config,
+        decode_form,
+        streams_chunks=min_streamed is not None,
+        weight_ring=weight_ring,
+        profile=profile,
+        dummy_kind=dummy_kind,
     )
     tokenizer = load_tokenizer(choices.source)
     eos_ids = _eos_ids(choices.spec, tokenizer)
@@ -224,6 +236,7 @@ def build_engine(
         max_running_requests=config.max_running_requests,
         max_context_len=choices.memory.max_context_len,
         seed=config.seed,
+        feedback=_make_feedback(config, choices.memory.max_context_len),
     )
     stream_share, stream_why = _choose_stream_share(config, choices, pools)
     bounded = _make_bounded(config, choices, pools, min_scanned)
@@ -319,6 +332,7 @@ def _choose(
     streams_chunks: bool,
     weight_ring: RingSizes | None,
     profile: HardwareProfile | None,
+    dummy_kind: str | None,
 ) -> _Choices:
     source = find_model(config.model)
     spec = read_spec(source)
@@ -365,6 +379,7 @@ def _choose(
     weights = _choose_weights(
         config, spec, dtype, device, kv, keeps_quantized=keeps, free=free, fixed=fixed, ring=weight_ring,
         profile=profile,
+        dummy_kind=dummy_kind,
     )  # fmt: skip
     if weights.placement is not None:
         check_placement(config, looks_ahead=Need.LOOK_AHEAD in policy.needs, placement=weights.placement)
@@ -374,7 +389,7 @@ def _choose(
         device=device,
         dtype=dtype,
         dtype_why=dtype_why,
-        keeps_quantized=keeps and weights.placement is None,
+        keeps_quantized=keeps,
         num_threads=num_threads,
         threads=threads,
         kv=kv,
@@ -407,6 +422,7 @@ def _choose_weights(
     fixed: FixedBytes,
     ring: RingSizes | None,
     profile: HardwareProfile | None,
+    dummy_kind: str | None,
 ) -> _Weights:
     """Where weights lie: as a file or the solver says, or what fits on the accelerator there and the rest in DRAM.
 
@@ -419,7 +435,12 @@ def _choose_weights(
         dtype=TORCH_DTYPES[dtype],
         activation_dtype=TORCH_DTYPES[activation_dtype(dtype, device)],
     )
-    total = sum(count_weights_bytes(skeleton, find_kept(spec) if keeps_quantized else {}).values())
+    as_stored = find_kept(spec) if keeps_quantized else {}
+    kinds = as_stored if device.type == "cpu" else _find_kinds_for_gpu(config, spec)
+    if dummy_kind is not None:
+        linears = [f"{name}.weight" for name, module in skeleton.named_modules() if isinstance(module, Linear)]
+        kinds = dict.fromkeys(linears, dummy_kind)
+    total = sum(count_weights_bytes(skeleton, as_stored).values())
     budget = find_gpu_budget(config, free)
     ring = ring or RingSizes(chunk_bytes=chunk_bytes_for(budget), num_slots=NUM_SLOTS)
     chunk_size = ring.chunk_bytes // dtype.num_bytes
@@ -451,9 +472,10 @@ def _choose_weights(
             wanted, why = max(0, budget - fixed.total - kept), "what the budget leaves beside workspace and some KV"
         if wanted is None or wanted >= total:
             return _Weights(placement=None, why="they fit", ring=ring, bytes=WeightBytes(on_gpu=total))
-        sizes = measure_weights(skeleton, dtype.num_bytes)
+        sizes = measure_weights(skeleton, dtype.num_bytes, kinds=kinds, whole_kinds=as_stored)
         share = STREAMED_SHARE if device.type == "cuda" else 0.0
-        nothing = plan_sites(skeleton, fill_placement(sizes, 0, streamed_share=share), chunk_size=chunk_size)
+        in_dram = fill_placement(sizes, 0, streamed_share=share)
+        nothing = plan_sites(skeleton, in_dram, chunk_size=chunk_size, kinds=kinds)
         least = sizes.whole + count_bytes(nothing, ring, dtype.num_bytes).ring + ALIGNMENT_BYTES * len(nothing)
         if wanted < least:
             raise ConfigError(
@@ -461,8 +483,8 @@ def _choose_weights(
                 f"weights on their way take {format_size(least)}: give at least that, or a larger `gpu_memory`"
             )
         placement = fill_placement(sizes, wanted - least, streamed_share=share)
-    sizes = measure_weights(skeleton, dtype.num_bytes)
-    plans = plan_sites(skeleton, placement, chunk_size=chunk_size)
+    sizes = measure_weights(skeleton, dtype.num_bytes, kinds=kinds, whole_kinds=as_stored)
+    plans = plan_sites(skeleton, placement, chunk_size=chunk_size, kinds=kinds)
     parts = count_bytes(plans, ring, dtype.num_bytes)
     return _Weights(
         placement=placement,
@@ -470,8 +492,16 @@ def _choose_weights(
         ring=ring,
         bytes=WeightBytes(on_gpu=sizes.whole + parts.on_gpu, in_dram=parts.on_cpu + parts.streamed, ring=parts.ring),
         parts=parts,
+        kinds=kinds,
         auto=auto,
     )
+
+
+def _find_kinds_for_gpu(config: EngineConfig, spec: ModelSpec) -> dict[str, str]:
+    """Matrices of a GGUF file that a GPU multiplies as they are stored, where they are divided, and their types."""
+    if config.dtype is not DTypeChoice.AUTO or config.load_format is LoadFormat.DUMMY:
+        return {}
+    return {name: kind for name, kind in find_kept(spec).items() if kind in GPU_KINDS}
 
 
 def _read_profile(device: torch.device) -> HardwareProfile:
@@ -548,6 +578,22 @@ def _make_decode_steps(
         capture=capture() if choices.decode_form is DecodeForm.CAPTURED else None,
         weights=None if divided is None else divided.lanes,
         bounded=bounded,
+    )
+
+
+def _make_feedback(config: EngineConfig, max_context_len: int) -> SelectionFeedback | None:
+    """What steers the policy by measured times; None: nothing does."""
+    settings = resolve_policy(config)
+    feedback = settings.hybridgen_feedback
+    if feedback in (None, HybridGenFeedback.OFF):
+        return None
+    assert settings.min_selected_tokens is not None, "settings of hybridgen"
+    assert settings.hybridgen_mode is not None, "settings of hybridgen"
+    floor = settings.min_selected_tokens
+    given = settings.budget.tokens if settings.budget is not None else None
+    return SelectionFeedback(
+        SelectionSetting(num_selected=max(given or floor, floor), mode=settings.hybridgen_mode),
+        SelectionLimits(floor=floor, ceiling=max_context_len, may_resize=feedback is HybridGenFeedback.FULL),
     )
 
 
@@ -678,7 +724,12 @@ def _load_model(
         sizes = choices.weights.ring
         divided = DividedWeights(
             model,
-            plan_sites(model, choices.weights.placement, chunk_size=sizes.chunk_bytes // choices.dtype.num_bytes),
+            plan_sites(
+                model,
+                choices.weights.placement,
+                chunk_size=sizes.chunk_bytes // choices.dtype.num_bytes,
+                kinds=choices.weights.kinds,
+            ),
             sizes=sizes,
             device=device,
             dtype=dtype,
@@ -710,6 +761,8 @@ def _load_model(
         sizes_in_dram = choices.weights.parts
         assert sizes_in_dram is not None, "divided weights were counted"
         levels = rates.levels(on_cpu=sizes_in_dram.on_cpu, streamed=sizes_in_dram.streamed)
+        if choices.weights.auto is not None:
+            levels = keep_whole(levels, choices.weights.auto.workload.batch)
     lanes = WeightLanes(
         divided.ring,
         dtype=TORCH_DTYPES[activation_dtype(choices.dtype, device)],

@@ -18,6 +18,7 @@ IMPLEMENTATIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "attend_tiles": ("reference", "triton"),
     "merge_states": ("reference", "native", "triton"),
     "linear": ("reference", "torch", "native"),
+    "quantized_linear": ("reference", "triton"),
     "rms_norm": ("reference", "torch", "native", "triton"),
     "add_rms_norm": ("reference", "torch", "native", "triton"),
     "rotate": ("reference", "native"),

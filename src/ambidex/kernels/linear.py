@@ -17,6 +17,7 @@ from ambidex.kernels.cpu.linear import LinearPool, Matrices, format_of
 from ambidex.kernels.cpu.quantized import QuantizedMatrix, Weight
 from ambidex.kernels.dispatch import choose
 from ambidex.kernels.reference import linear as reference_linear
+from ambidex.kernels.reference import quantized as reference_quantized
 from ambidex.kernels.torch_ops import linear as torch_linear
 
 T = TypeVar("T")
@@ -46,6 +47,8 @@ class LinearContext:
         self, threads: native.ThreadPool | None = None, *, most_native_tokens: int = MOST_NATIVE_TOKENS
     ) -> None:
         self.most_native_tokens = most_native_tokens
+        self.weight_first = False
+        """Which form torch's products of bf16 have; see `torch_ops.linear`."""
         self.pool = None if threads is None else LinearPool(threads)
         self.scratch = torch_linear.Scratch()
         self.multiplies_bf16 = threads is not None and native.isa() in ("avx512bf16", "amx")
@@ -103,11 +106,18 @@ class LinearOp:
         if isinstance(weight, QuantizedMatrix):
             if pool is not None:
                 return pool.multiply(Matrices([weight], [bias]), x)[0]
+            if weight.data.device.type == "cuda":
+                return _multiply_on_gpu(x, weight, bias)
             weight = weight.dense()
         if implementation == "reference":
             return reference_linear.linear(x, weight, bias)
         return torch_linear.linear(
-            x, weight, bias, scratch=self._context.scratch, multiplies_bf16=self._context.multiplies_bf16
+            x,
+            weight,
+            bias,
+            scratch=self._context.scratch,
+            multiplies_bf16=self._context.multiplies_bf16,
+            weight_first=self._context.weight_first,
         )
 
     def _multiply_natively(
@@ -125,6 +135,19 @@ class LinearOp:
             for place, y in zip(call.places, pool.multiply(call.matrices, x), strict=True)
         }
         return tuple(ys[place] for place in range(len(weights)))
+
+
+def _multiply_on_gpu(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> Tensor:
+    """x [..., K] → [..., N] in the dtype of x, from a packed matrix in GPU memory."""
+    num_rows = weight.shape[0]
+    if choose("quantized_linear", x.device.type).name == "triton":
+        from ambidex.kernels.triton import quantized as triton_quantized
+
+        y = triton_quantized.multiply(x.flatten(0, -2), weight.data, weight.kind, num_rows)
+        y = y.view(*x.shape[:-1], num_rows)
+    else:
+        y = x @ reference_quantized.dense(weight.data, weight.kind, num_rows).to(x.dtype).T
+    return y if bias is None else y + bias
 
 
 def _sort_by_format(weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> Iterable[_Call]:

@@ -3,19 +3,27 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ambidex.core.errors import ShapeError
+from ambidex.kernels.cpu.quantized import BLOCKS, QuantizedMatrix, Weight
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some rows of a matrix, or some columns, from `start` on."""
+    """Some rows of a matrix, or some columns, from `start` on.
+
+    Quantised rows lie in groups, so `data` may hold others beside them: the piece's begin at `first` and are `num`.
+    """
 
     start: int
-    data: Tensor
+    data: Weight
     """[n, K] for rows, [N, n] for columns."""
+    first: int = 0
+    num: int | None = None
 
 
 class SplitMatrix:
@@ -25,7 +33,7 @@ class SplitMatrix:
 
     Args:
         shape: (N, K).
-        pieces: in any order.
+        pieces: in any order; all plain numbers, or all quantised and of one kind.
         axis: 0: pieces are rows; 1: they are columns.
     Raises:
         ShapeError: the pieces are not the whole.
@@ -39,17 +47,18 @@ class SplitMatrix:
         for piece in self.pieces:
             if piece.start != end or piece.data.shape[1 - axis] != shape[1 - axis]:
                 raise ShapeError(f"a piece {tuple(piece.data.shape)} at {piece.start} does not continue at {end}")
-            end += piece.data.shape[axis]
+            end += self._size(piece)
         if end != shape[axis]:
             raise ShapeError(f"the pieces of a matrix {shape} end at {end} along axis {axis}")
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of all pieces."""
-        return self.pieces[0].data.dtype
+    def kind(self) -> str | None:
+        """The GGUF type of the pieces; None: plain numbers."""
+        data = self.pieces[0].data
+        return data.kind if isinstance(data, QuantizedMatrix) else None
 
     def cut(self, start: int, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Where rows `start` … belong.
+        """Where rows `start` … of plain numbers belong.
 
         Args:
             values: [n, K].
@@ -58,14 +67,42 @@ class SplitMatrix:
         """
         stop = start + values.shape[0]
         for piece in self.pieces:
-            size = piece.data.shape[self.axis]
+            data, size = piece.data, self._size(piece)
+            assert isinstance(data, Tensor), "quantised rows are packed"
             if self.axis == 1:
-                yield piece.data[start:stop], values[:, piece.start : piece.start + size]
+                yield data[start:stop], values[:, piece.start : piece.start + size]
                 continue
             first, last = max(start, piece.start), min(stop, piece.start + size)
             if first < last:
-                yield piece.data[first - piece.start : last - piece.start], values[first - start : last - start]
+                yield data[first - piece.start : last - piece.start], values[first - start : last - start]
+
+    def pack(self, start: int, rows: NDArray[np.uint8]) -> None:
+        """Write quantised rows `start` …, once each.
+
+        Args:
+            rows: [n, bytes of a row] as they lie in the file.
+        """
+        stop = start + rows.shape[0]
+        for piece in self.pieces:
+            data, size = piece.data, self._size(piece)
+            assert isinstance(data, QuantizedMatrix), "plain numbers are copied"
+            if self.axis == 1:
+                num_numbers, num_bytes = BLOCKS[data.kind]
+                columns = slice(piece.start // num_numbers * num_bytes, (piece.start + size) // num_numbers * num_bytes)
+                data.pack(start, np.ascontiguousarray(rows[:, columns]))
+                continue
+            first, last = max(start, piece.start), min(stop, piece.start + size)
+            if first < last:
+                data.pack(piece.first + first - piece.start, np.ascontiguousarray(rows[first - start : last - start]))
 
     def dense(self) -> Tensor:
         """The whole matrix on the CPU, as new memory."""
-        return torch.cat([piece.data.cpu() for piece in self.pieces], dim=self.axis)
+        parts = []
+        for piece in self.pieces:
+            values = piece.data.dense() if isinstance(piece.data, QuantizedMatrix) else piece.data.cpu()
+            parts.append(values[piece.first : piece.first + self._size(piece)] if self.axis == 0 else values)
+        return torch.cat(parts, dim=self.axis)
+
+    def _size(self, piece: Piece) -> int:
+        """Rows or columns of a piece."""
+        return piece.data.shape[self.axis] if piece.num is None else piece.num

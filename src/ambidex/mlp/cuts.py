@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ambidex.core.placement import WeightSplit
+from ambidex.kernels.cpu.quantized import BLOCKS, packed_bytes
 
 GRANULE: Final = 16
 """Rows that stay together: a multiple keeps columns of `out` aligned to 16 bytes or more, as tensor cores want them,
@@ -28,6 +29,8 @@ class SiteShape:
     num_ins: int = 1
     num_out: int = 0
     """Rows of the matrix behind neurons; 0: there is none."""
+    kind: str | None = None
+    """The GGUF type that all matrices of the place keep; None: they are plain numbers."""
 
     @property
     def numbers_per_row(self) -> int:
@@ -38,6 +41,22 @@ class SiteShape:
     def num_numbers(self) -> int:
         """Numbers of all matrices."""
         return self.numbers_per_row * self.num_rows
+
+    @property
+    def granule(self) -> int:
+        """Rows that stay together: GRANULE, and for columns of quantised matrices a whole block of numbers."""
+        return max(GRANULE, BLOCKS[self.kind][0]) if self.kind is not None and self.num_out else GRANULE
+
+    def num_bytes(self, num_rows: int, number_bytes: int) -> int:
+        """Bytes of some rows in one memory.
+
+        Args:
+            number_bytes: of a plain number.
+        """
+        if self.kind is None:
+            return self.numbers_per_row * num_rows * number_bytes
+        ins = self.num_ins * packed_bytes(self.kind, (num_rows, self.num_in))
+        return ins + (packed_bytes(self.kind, (self.num_out, num_rows)) if self.num_out else 0)
 
     @property
     def answer_width(self) -> int:
@@ -60,30 +79,31 @@ class Cuts:
         Args:
             chunk_size: numbers of a chunk, at most, but for a single granule.
         """
-        num_rows = shape.num_rows
-        on_gpu = num_rows if split.on_gpu == 1.0 else _round_down(split.on_gpu * num_rows)
+        num_rows, granule = shape.num_rows, shape.granule
+        on_gpu = num_rows if split.on_gpu == 1.0 else _round_down(split.on_gpu * num_rows, granule)
         rest = num_rows - on_gpu
         on_cpu = rest
         if split.streamed > 0:
-            on_cpu = min(rest, _round_down(rest * split.on_cpu / (split.on_cpu + split.streamed) + GRANULE / 2))
-        most = max(GRANULE, chunk_size // shape.numbers_per_row // GRANULE * GRANULE)
+            wanted = rest * split.on_cpu / (split.on_cpu + split.streamed)
+            on_cpu = min(rest, _round_down(wanted + granule / 2, granule))
+        most = max(granule, chunk_size // shape.numbers_per_row // granule * granule)
         return cls(
             on_gpu=range(on_gpu),
-            on_cpu=tuple(_chunks(on_gpu, on_gpu + on_cpu, most)),
-            streamed=tuple(_chunks(on_gpu + on_cpu, num_rows, most)),
+            on_cpu=tuple(_chunks(on_gpu, on_gpu + on_cpu, most, granule)),
+            streamed=tuple(_chunks(on_gpu + on_cpu, num_rows, most, granule)),
         )
 
 
-def _round_down(rows: float) -> int:
-    return int(rows + 1e-6) // GRANULE * GRANULE
+def _round_down(rows: float, granule: int) -> int:
+    return int(rows + 1e-6) // granule * granule
 
 
-def _chunks(start: int, stop: int, most: int) -> Iterator[range]:
-    """Ranges of nearly equal length, at most `most`, a multiple of GRANULE."""
+def _chunks(start: int, stop: int, most: int, granule: int) -> Iterator[range]:
+    """Ranges of nearly equal length, at most `most`, all but the last multiples of `granule`."""
     if start == stop:
         return
     num = -(-(stop - start) // most)
-    size = -(-(stop - start) // num // GRANULE) * GRANULE
-    size = min(most, max(size, GRANULE))
+    size = -(-(stop - start) // num // granule) * granule
+    size = min(most, max(size, granule))
     for first in range(start, stop, size):
         yield range(first, min(first + size, stop))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ambidex.core.model_spec import Activation
+from ambidex.kernels.cpu.quantized import QuantizedMatrix, Weight, packed_bytes
 from ambidex.kernels.linear import LinearContext, LinearOp
 from ambidex.layers.mlp import activate_neurons
 from ambidex.mlp.cuts import SiteShape
@@ -17,17 +18,36 @@ class Rows:
     Args:
         shape: of the place.
         rows: which of its rows.
-        memory: numbers_per_row · rows numbers.
+        memory: `SiteShape.num_bytes` bytes, uint8, and what fills them up.
+        dtype: of plain numbers.
     """
 
-    def __init__(self, shape: SiteShape, rows: range, memory: Tensor) -> None:
+    def __init__(self, shape: SiteShape, rows: range, memory: Tensor, dtype: torch.dtype) -> None:
         self.rows = rows
         self.memory = memory
         num_rows, width = len(rows), shape.num_in
+        self.joint_in: Tensor | None = None  # [num_ins · n, K] of plain numbers
+        self.ins: tuple[Weight, ...]  # each [n, K]
+        self.out: Weight | None = None  # [num_out, n]
+        if shape.kind is not None:
+            size = packed_bytes(shape.kind, (num_rows, width))
+            end = shape.num_ins * size
+            self.ins = tuple(
+                _packed(shape.kind, (num_rows, width), memory[start : start + size]) for start in range(0, end, size)
+            ) if num_rows else ()  # fmt: skip
+            if shape.num_out and num_rows:
+                size = packed_bytes(shape.kind, (shape.num_out, num_rows))
+                self.out = _packed(shape.kind, (shape.num_out, num_rows), memory[end : end + size])
+            return
+        numbers = memory[: shape.num_bytes(num_rows, dtype.itemsize)].view(dtype)
         end = shape.num_ins * num_rows * width
-        self.joint_in = memory[:end].view(shape.num_ins * num_rows, width)  # [num_ins · n, K]
-        self.ins = self.joint_in.chunk(shape.num_ins)  # each [n, K]
-        self.out = memory[end:].view(shape.num_out, num_rows) if shape.num_out else None  # [num_out, n]
+        self.joint_in = numbers[:end].view(shape.num_ins * num_rows, width)
+        self.ins = self.joint_in.chunk(shape.num_ins)
+        self.out = numbers[end:].view(shape.num_out, num_rows) if shape.num_out else None
+
+
+def _packed(kind: str, shape: tuple[int, int], memory: Tensor) -> QuantizedMatrix:
+    return QuantizedMatrix(kind, shape, memory.view(-1, packed_bytes(kind, (1, shape[1]))))
 
 
 class Part:
@@ -41,11 +61,13 @@ class Part:
 
     def __init__(self, numbers: Rows, activation: Activation | None, linear: LinearContext) -> None:
         self.rows = numbers.rows
-        self.num_in = numbers.joint_in.shape[1]
+        self.num_in = numbers.ins[0].shape[1]
         self.num_bytes = numbers.memory.nbytes
         self._activation = activation
         is_joint = numbers.memory.device.type == "cuda"  # one launch; the native CPU product takes several matrices
-        self._weights = (numbers.joint_in,) if is_joint else tuple(numbers.ins)
+        self._weights: tuple[Weight, ...] = numbers.ins
+        if is_joint and numbers.joint_in is not None:
+            self._weights = (numbers.joint_in,)
         self._num_ins = len(numbers.ins)
         self._biases: tuple[Tensor | None, ...] = (None,) * len(self._weights)
         self._out = numbers.out

@@ -51,6 +51,12 @@ class LaneRates:
         return made
 
 
+def keep_whole(levels: Sequence[Level], most_tokens: int) -> list[Level]:
+    """The same levels, but in steps of up to `most_tokens` the CPU multiplies all of its part: a solver has divided
+    what lies in DRAM for such steps, and has counted that both lanes read it."""
+    return [Level(most_tokens=most_tokens, cpu_share=1.0), *(lv for lv in levels if lv.most_tokens > most_tokens)]
+
+
 def measure_rates(
     parts: Sequence[Part], linear: LinearContext, chunks: Sequence[Tensor], slots: Sequence[Tensor]
 ) -> LaneRates:
@@ -69,17 +75,18 @@ def measure_cpu(parts: Sequence[Part], linear: LinearContext) -> tuple[dict[int,
 
     Args:
         parts: what the CPU multiplies, with weights in DRAM.
-        linear: what their products share; its `most_native_tokens` is set to what is found.
+        linear: what their products share; how it multiplies is set to what is found.
     Cost: about half a second for weights that do not fit the caches.
     """
     some = _take(parts, _PROBE_BYTES)
-    native: dict[int, float] = {}
-    plain: dict[int, float] = {}
-    for num_tokens in TOKENS:
-        x = torch.randn(num_tokens, some[0].num_in)
-        for rates, most in ((native, num_tokens), (plain, 0)):
-            linear.most_native_tokens = most
-            rates[num_tokens] = _cpu_rate(some, x)
+    # By native tokens (all or none), and whether torch's products have the weights first.
+    rates: dict[tuple[int, bool], dict[int, float]] = {}
+    for most, weight_first in ((TOKENS[-1], False), (0, False), (0, True)):
+        linear.most_native_tokens, linear.weight_first = most, weight_first
+        rates[most, weight_first] = {num: _cpu_rate(some, torch.randn(num, some[0].num_in)) for num in TOKENS}
+    native = rates[TOKENS[-1], False]
+    linear.weight_first = sum(list(rates[0, True].values())[-3:]) > sum(list(rates[0, False].values())[-3:])
+    plain = rates[0, linear.weight_first]
     linear.most_native_tokens = max((num for num in TOKENS if native[num] >= plain[num]), default=0)
     cpu = {num: native[num] if num <= linear.most_native_tokens else plain[num] for num in TOKENS}
     return cpu, linear.most_native_tokens
@@ -102,7 +109,7 @@ def _link_rate(chunks: Sequence[Tensor], slots: Sequence[Tensor]) -> float:
         start = time.perf_counter()
         num_bytes = 0
         for chunk in chunks:
-            slots[0][: chunk.numel()].copy_(chunk, non_blocking=True)
+            slots[0][: chunk.numel()].view(torch.int64).copy_(chunk.view(torch.int64), non_blocking=True)
             num_bytes += chunk.nbytes
             if num_bytes >= _PROBE_BYTES:
                 break

@@ -5,8 +5,9 @@ divide         memory, and pieces in the place of the parameters; `models/weight
 DividedWeights.bind    when they are filled: each place computes with its parts
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -25,14 +26,13 @@ from ambidex.mlp.host_lane import HostSide
 from ambidex.mlp.parts import Part, Rows
 from ambidex.mlp.split_site import HostParts, HostPlace, SplitSite, StreamedPart, WeightLanes
 from ambidex.models.base import CausalLM, LinearSite
-from ambidex.models.quantized import names_of_parameters
+from ambidex.models.quantized import count_weights_bytes, names_of_parameters
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
 from ambidex.storage.weight_ring import Lap, WeightRing
 
-_ALIGNMENT: Final = 128
-"""Numbers: each part begins at a multiple, 256 bytes or more, as matrix products want it."""
-ALIGNMENT_BYTES: Final = 4 * _ALIGNMENT
-"""What that costs for a part, at most."""
+ALIGNMENT_BYTES: Final = 512
+"""Each part begins at a multiple, as matrix products want it, and is filled up to one; that costs no more than this."""
+_NO_KINDS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +69,14 @@ class DividedBytes:
     ring: int
 
 
-def plan_sites(model: CausalLM, placement: Placement, *, chunk_size: int) -> list[SitePlan]:
+def plan_sites(
+    model: CausalLM, placement: Placement, *, chunk_size: int, kinds: Mapping[str, str] = _NO_KINDS
+) -> list[SitePlan]:
     """Cut the rows of every place, in the order of use.
 
     Args:
         chunk_size: numbers of a chunk in DRAM, at most.
+        kinds: GGUF types of matrices that stay as they are stored, by name; those of a place must all be of one.
     Raises:
         ConfigError: the placement is for another number of layers, or divides a table that is shared.
     """
@@ -81,11 +84,12 @@ def plan_sites(model: CausalLM, placement: Placement, *, chunk_size: int) -> lis
     if len(placement.layers) != len(layers):
         raise ConfigError(f"`placement` has {len(placement.layers)} layers: the model has {len(layers)}")
     plans: list[SitePlan] = []
+    of_layers = _kinds_of_layers(model, kinds)
 
     def add(
         site: LinearSite | Neurons, split: WeightSplit, layer_idx: int | None, *, is_before_attention: bool = False
     ) -> None:
-        shape = _shape_of(site)
+        shape = _shape_of(site, of_layers)
         cuts = Cuts.of(shape, split, chunk_size=chunk_size)
         plans.append(
             SitePlan(site=site, shape=shape, cuts=cuts, layer_idx=layer_idx, is_before_attention=is_before_attention)
@@ -104,22 +108,37 @@ def plan_sites(model: CausalLM, placement: Placement, *, chunk_size: int) -> lis
     return plans
 
 
-def measure_weights(model: CausalLM, number_bytes: int) -> WeightSizes:
+def measure_weights(
+    model: CausalLM,
+    number_bytes: int,
+    *,
+    kinds: Mapping[str, str] = _NO_KINDS,
+    whole_kinds: Mapping[str, str] = _NO_KINDS,
+) -> WeightSizes:
     """Bytes of a model's weights, which may have no storage.
 
     Args:
         number_bytes: of a number of a matrix.
+        kinds: as in `plan_sites`; whole_kinds: the same of matrices that are never divided.
     """
+    of_layers = _kinds_of_layers(model, kinds)
 
     def size(*sites: LinearSite | Neurons) -> int:
-        return number_bytes * sum(_shape_of(site).num_numbers for site in sites)
+        shapes = [_shape_of(site, of_layers) for site in sites]
+        return sum(shape.num_bytes(shape.num_rows, number_bytes) for shape in shapes)
 
     layers = model.layer_sites()
     attention = tuple(size(*sites.attention) for sites in layers)
     mlp = tuple(size(sites.mlp) for sites in layers)
-    head = 0 if is_head_shared(model) else size(model.lm_head)
-    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return WeightSizes(whole=total - sum(attention) - sum(mlp) - head, attention=attention, mlp=mlp, head=head)
+    heads = () if is_head_shared(model) else (model.lm_head,)
+    divisible = {
+        layer.weight
+        for site in (*(site for sites in layers for site in (*sites.attention, sites.mlp)), *heads)
+        for layer in _layers_of(site)
+    }
+    of_weights = count_weights_bytes(model, whole_kinds)
+    whole = sum(num_bytes for weight, num_bytes in of_weights.items() if weight not in divisible)
+    return WeightSizes(whole=whole, attention=attention, mlp=mlp, head=size(*heads))
 
 
 def is_head_shared(model: CausalLM) -> bool:
@@ -132,16 +151,16 @@ def count_bytes(plans: Sequence[SitePlan], sizes: RingSizes, number_bytes: int) 
     """Bytes of divided matrices, with what alignment takes."""
 
     def total(groups: Sequence[tuple[SiteShape, range]]) -> int:
-        return number_bytes * sum(_aligned(shape.numbers_per_row * len(rows)) for shape, rows in groups)
+        return sum(_aligned(shape.num_bytes(len(rows), number_bytes)) for shape, rows in groups)
 
     on_cpu = [(plan.shape, rows) for plan in plans for rows in plan.cuts.on_cpu]
     streamed = [(plan.shape, rows) for plan in plans for rows in plan.cuts.streamed]
-    num_slots, slot_size = _ring_of(plans, sizes)
+    num_slots, slot_bytes = _ring_of(plans, sizes, number_bytes)
     return DividedBytes(
         on_gpu=total([(plan.shape, plan.cuts.on_gpu) for plan in plans]),
         on_cpu=total(on_cpu),
         streamed=total(streamed),
-        ring=num_slots * slot_size * number_bytes,
+        ring=num_slots * slot_bytes,
     )
 
 
@@ -150,7 +169,7 @@ class DividedWeights:
 
     Args:
         plans: every place of the model.
-        device, dtype: of the accelerator's parts; those in DRAM have the same dtype.
+        device: of the accelerator's parts; dtype: of all plain numbers.
         linear, host_linear: what the products of the accelerator and of the CPU share.
         memory: who is asked for pinned memory and huge pages; `pin_refusal` and `page_refusal` say why there is none.
     """
@@ -168,7 +187,7 @@ class DividedWeights:
         memory: HostMemory = HOST_MEMORY,
     ) -> None:
         self._plans = plans
-        self._linear, self._host_linear = linear, host_linear
+        self._linear, self._host_linear, self._dtype = linear, host_linear, dtype
         near = _Arena([(plan.shape, plan.cuts.on_gpu) for plan in plans], dtype, device)
         far = _Arena([(plan.shape, rows) for plan in plans for rows in _host_chunks(plan)], dtype, torch.device("cpu"))
         self.page_refusal = memory.advise(far.memory) if far.memory.numel() else None
@@ -180,8 +199,8 @@ class DividedWeights:
             (near.take(plan.shape, plan.cuts.on_gpu), [far.take(plan.shape, rows) for rows in _host_chunks(plan)])
             for plan in plans
         ]
-        num_slots, slot_size = _ring_of(plans, sizes)
-        self.ring = WeightRing(num_slots, slot_size, dtype=dtype, device=device)
+        num_slots, slot_bytes = _ring_of(plans, sizes, dtype.itemsize)
+        self.ring = WeightRing(num_slots, slot_bytes, device=device)
         self.matrices: dict[str, SplitMatrix] = {}
         names = {module: name for name, module in model.named_modules()}
         for plan, (gpu, host) in zip(plans, self._rows, strict=True):
@@ -246,7 +265,7 @@ class DividedWeights:
 
     def _part(self, plan: SitePlan, rows: Rows, memory: Tensor | None) -> Part:
         """A part on the accelerator, with its numbers elsewhere than in DRAM if `memory` is given."""
-        numbers = rows if memory is None else Rows(plan.shape, rows.rows, memory)
+        numbers = rows if memory is None else Rows(plan.shape, rows.rows, memory, self._dtype)
         part = Part(numbers, _activation_of(plan.site), self._linear)
         part.bind(_neuron_biases(plan.site))
         return part
@@ -273,37 +292,60 @@ class _Arena:
     """One flat memory for the parts of a tier, given out in the order in which they were counted."""
 
     def __init__(self, groups: Sequence[tuple[SiteShape, range]], dtype: torch.dtype, device: torch.device) -> None:
-        size = sum(_aligned(shape.numbers_per_row * len(rows)) for shape, rows in groups)
-        self.memory = torch.empty(size, dtype=dtype, device=device)
+        self._dtype = dtype
+        size = sum(_aligned(shape.num_bytes(len(rows), dtype.itemsize)) for shape, rows in groups)
+        # Quantised rows are packed bit by bit into zeros; plain numbers need none.
+        make = torch.zeros if any(shape.kind for shape, _ in groups) else torch.empty
+        self.memory = make(size, dtype=torch.uint8, device=device)
         self._used = 0
 
     def take(self, shape: SiteShape, rows: range) -> Rows:
-        size = shape.numbers_per_row * len(rows)
+        size = _aligned(shape.num_bytes(len(rows), self._dtype.itemsize))
         memory = self.memory[self._used : self._used + size]
-        self._used += _aligned(size)
-        return Rows(shape, rows, memory)
+        self._used += size
+        return Rows(shape, rows, memory, self._dtype)
 
 
 def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _host_chunks(plan: SitePlan) -> tuple[range, ...]:
     return plan.cuts.on_cpu + plan.cuts.streamed
 
 
-def _ring_of(plans: Sequence[SitePlan], sizes: RingSizes) -> tuple[int, int]:
-    """Number of slots, and numbers of each: the largest chunk's."""
-    chunks = [plan.shape.numbers_per_row * len(rows) for plan in plans for rows in _host_chunks(plan)]
+def _ring_of(plans: Sequence[SitePlan], sizes: RingSizes, number_bytes: int) -> tuple[int, int]:
+    """Number of slots, and bytes of each: the largest chunk's."""
+    chunks = [plan.shape.num_bytes(len(rows), number_bytes) for plan in plans for rows in _host_chunks(plan)]
     return min(sizes.num_slots, len(chunks)), _aligned(max(chunks, default=0))
 
 
-def _shape_of(site: LinearSite | Neurons) -> SiteShape:
+def _kinds_of_layers(model: CausalLM, kinds: Mapping[str, str]) -> dict[Linear, str]:
+    return {
+        module: kinds[f"{name}.weight"]
+        for name, module in model.named_modules()
+        if isinstance(module, Linear) and f"{name}.weight" in kinds
+    }
+
+
+def _layers_of(site: LinearSite | Neurons) -> tuple[Linear, ...]:
+    return (*site.ins, site.out) if isinstance(site, Neurons) else site.ins
+
+
+def _shape_of(site: LinearSite | Neurons, kinds: Mapping[Linear, str]) -> SiteShape:
+    found = {kinds.get(layer) for layer in _layers_of(site)}
+    kind = found.pop() if len(found) == 1 else None
     num_rows = [layer.weight.shape[0] for layer in site.ins]
     num_in = site.ins[0].weight.shape[1]
     if isinstance(site, Neurons):
-        return SiteShape(num_in=num_in, num_rows=num_rows[0], num_ins=len(num_rows), num_out=site.out.weight.shape[0])
-    return SiteShape(num_in=num_in, num_rows=sum(num_rows))
+        return SiteShape(
+            num_in=num_in,
+            num_rows=num_rows[0],
+            num_ins=len(num_rows),
+            num_out=site.out.weight.shape[0],
+            kind=kind,
+        )
+    return SiteShape(num_in=num_in, num_rows=sum(num_rows), kind=kind)
 
 
 def _answer_sizes(site: LinearSite | Neurons) -> list[int]:
@@ -345,8 +387,12 @@ def _make_matrices(plan: SitePlan, parts: Sequence[Rows]) -> list[tuple[Linear, 
                 pieces.append(Piece(part.rows.start, part.ins[place]))
                 continue
             start, stop = max(part.rows.start, first), min(part.rows.stop, first + num_rows)
-            if start < stop:
+            if start >= stop:
+                continue
+            if part.joint_in is not None:
                 pieces.append(Piece(start - first, part.joint_in[start - part.rows.start : stop - part.rows.start]))
+            else:
+                pieces.append(Piece(start - first, part.ins[0], first=start - part.rows.start, num=stop - start))
         first += num_rows
         made.append((layer, SplitMatrix((num_rows, width), pieces, axis=0)))
     if isinstance(site, Neurons):

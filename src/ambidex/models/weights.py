@@ -23,7 +23,8 @@ from ambidex.formats.json_file import show
 from ambidex.formats.locate import ModelSource, SourceKind
 from ambidex.formats.safetensors import SafetensorsFile
 from ambidex.formats.tensor_info import TensorInfo
-from ambidex.kernels.cpu.quantized import QuantizedMatrix
+from ambidex.kernels.cpu.quantized import GROUP_ROWS, QuantizedMatrix
+from ambidex.kernels.reference.quantized import RECORD_BYTES
 from ambidex.layers.norm import LayerNorm, RMSNorm
 from ambidex.layers.split_matrix import SplitMatrix
 from ambidex.models.gguf_names import find_hf_name, find_row_order
@@ -38,6 +39,7 @@ _DUMMY_STD: Final = 0.02  # what most families are initialised with
 _DUMMY_NUMBERS: Final = 16 * 2**20  # of which divided matrices are made
 _DUMMY_OFFSETS: Final = 2**16
 _DUMMY_STEP: Final = 4099  # a prime
+_DUMMY_RECORDS: Final = 2**15
 _TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
@@ -138,11 +140,36 @@ def make_dummy_weights(
     for parameter in model.parameters():
         parameter.normal_(0.0, _DUMMY_STD, generator=generator)
     if divided:
-        _fill_pieces([piece.data for matrix in divided.values() for piece in matrix.pieces], generator, device, dtype)
+        pieces = [piece.data for matrix in divided.values() for piece in matrix.pieces]
+        if plain := [data for data in pieces if isinstance(data, Tensor)]:
+            _fill_pieces(plain, generator, device, dtype)
+        _fill_records([data for data in pieces if isinstance(data, QuantizedMatrix)], seed)
     for module in model.modules():
         if isinstance(module, (RMSNorm, LayerNorm)):
             for name, parameter in module.named_parameters():
                 parameter.fill_(0.0 if name == "bias" else 1.0)
+
+
+def _fill_records(matrices: Sequence[QuantizedMatrix], seed: int) -> None:
+    """Fill packed matrices with random integers, again and again the same, and scales that make them as large."""
+    for kind, record_bytes in RECORD_BYTES.items():
+        records = torch.randint(
+            0, 256, (_DUMMY_RECORDS, record_bytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+        )
+        std = 74.0 if kind == "Q8_0" else 4.6  # of 8 and of 4 random bits
+        scales = torch.full((GROUP_ROWS,), _DUMMY_STD / std, dtype=torch.float16)
+        records[:, : 2 * GROUP_ROWS] = scales.view(torch.uint8)
+        if kind == "Q4_1":
+            records[:, 2 * GROUP_ROWS : 4 * GROUP_ROWS] = (-7.5 * scales).view(torch.uint8)
+        on_device: dict[torch.device, Tensor] = {}
+        for matrix in matrices:
+            if matrix.kind != kind:
+                continue
+            flat = matrix.data.view(-1, record_bytes)
+            some = on_device.setdefault(flat.device, records.to(flat.device))
+            for start in range(0, len(flat), _DUMMY_RECORDS):
+                part = flat[start : start + _DUMMY_RECORDS]
+                part.copy_(some[: len(part)])
 
 
 def _fill_pieces(
@@ -271,7 +298,9 @@ def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Non
 def _fill(place: nn.Parameter | QuantizedMatrix | SplitMatrix, stored: _Stored) -> None:
     with torch.no_grad():
         for start, stop in _pieces(stored.shape):
-            if isinstance(place, SplitMatrix):
+            if isinstance(place, SplitMatrix) and place.kind is not None and stored.read_raw_rows is not None:
+                place.pack(start, stored.read_raw_rows(start, stop))
+            elif isinstance(place, SplitMatrix):
                 for target, values in place.cut(start, stored.read_rows(start, stop)):
                     _write(target, values, stored.name)
             elif not isinstance(place, QuantizedMatrix):

@@ -14,6 +14,7 @@ from ambidex.attention.tiered import TieredAttention
 from ambidex.attention.traced import CudaClock
 from ambidex.core.errors import InternalError, LaneError
 from ambidex.core.ids import Lane, RequestId
+from ambidex.core.selection import StageTimes
 from ambidex.core.step import SampledToken, SelectionFigures, StepPlan, StepResult
 from ambidex.core.trace import NullTracer, Tracer, Track
 from ambidex.models.base import AttentionOp, CausalLM
@@ -135,6 +136,8 @@ class ModelRunner:
                 self._selective.add(request)
         if self._bounded is not None:
             self._bounded.note(plan)
+        if plan.selection is not None and self._selective is not None:
+            self._selective.apply(plan.selection)
         moves = self._copies.run(plan.moves)
         clock.lap("moves")
         failures: dict[RequestId, str] = {}
@@ -167,6 +170,7 @@ class ModelRunner:
             lane_bytes=computed.lane_bytes,
             is_replayed=computed.is_replayed,
             selection=computed.selection,
+            stages=self._stage_times(clock) if computed.tokens else None,
             num_graph_failures=self.decode_steps.num_failures if self.decode_steps is not None else 0,
         )
 
@@ -224,6 +228,9 @@ class ModelRunner:
         return _Computed(
             tokens=tokens, failures=failures, lane_bytes=self._attention.lane_bytes, selection=self._selection()
         )
+
+    def _stage_times(self, clock: SectionClock) -> StageTimes | None:
+        return self._selective.stage_times(clock.seconds.get("forward", 0.0)) if self._selective is not None else None
 
     def _selection(self) -> SelectionFigures | None:
         return self._selective.selection if self._selective is not None else None

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ambidex.core.ids import RequestId
+from ambidex.core.selection import SelectionSetting
 from ambidex.core.step import BlockMove, BlockRef, NewRequest, ScheduledRequest, StepPlan
 from ambidex.sched.budget import TokenBudget
 from ambidex.sched.entry import Entry
@@ -63,11 +64,14 @@ class StepDraft:
             )
         )
 
-    def close(self, moves: tuple[BlockMove, ...], finished: Sequence[RequestId]) -> tuple[StepPlan, InFlight]:
+    def close(
+        self, moves: tuple[BlockMove, ...], finished: Sequence[RequestId], selection: SelectionSetting | None = None
+    ) -> tuple[StepPlan, InFlight]:
         """The plan, and what to keep of it.
 
         Args:
             finished: requests that the executor may forget.
+            selection: what a policy that is steered shall select.
         """
         ends = {chunk.request_id: chunk.start + len(chunk.token_ids) for chunk in self.chunks if chunk.is_sampled}
         plan = StepPlan(
@@ -75,5 +79,6 @@ class StepDraft:
             moves=moves,
             new_requests=tuple(self.new_requests),
             finished_requests=tuple(finished),
+            selection=selection,
         )
         return plan, InFlight(self.entries, ends)

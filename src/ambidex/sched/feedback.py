@@ -1,14 +1,18 @@
-"""How many keys HybridGen selects and in which mode, from measured stage times: a pure function.
+"""How many keys HybridGen selects and in which mode, from measured stage times: a pure function, and who applies it.
 
 Source: arXiv:2604.18529, as digests tell it: work of the CPU that hides behind the GPU's is an occasion to select more;
 work that shows is a reason to select less, down to a floor; if it still shows, keys are chosen before they are scored.
 Step sizes, smoothing and the way back are not published, and are this project's.
 """
 
-from dataclasses import dataclass, replace
+import logging
+from dataclasses import replace
 from typing import Final
 
 from ambidex.core.policy import HybridGenMode
+from ambidex.core.selection import SelectionLimits, SelectionSetting, StageTimes
+
+logger = logging.getLogger(__name__)
 
 HIDDEN: Final = 0.9
 """CPU and transfer below this share of the GPU's time are hidden; between it and 1 nothing changes."""
@@ -22,47 +26,9 @@ STEPS_UNTIL_POST: Final = 8
 """Roomy steps one after the other before all keys are scored again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTimes:
-    """Seconds of one step: the GPU's stage, the CPU's scores, and the transfer of scores and values."""
-
-    gpu_s: float
-    cpu_s: float
-    transfer_s: float
-
-    def mean_with(self, newest: "StageTimes") -> "StageTimes":
-        """The running mean."""
-        return StageTimes(
-            gpu_s=_mean(self.gpu_s, newest.gpu_s),
-            cpu_s=_mean(self.cpu_s, newest.cpu_s),
-            transfer_s=_mean(self.transfer_s, newest.transfer_s),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SelectionSetting:
-    """What holds for the next step. `times` is the running mean since the last change of mode."""
-
-    num_selected: int
-    mode: HybridGenMode = HybridGenMode.POST
-    times: StageTimes | None = None
-    num_roomy_steps: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SelectionLimits:
-    """Between `floor` (what accuracy needs) and `ceiling` (the keys that there are). Variants of the paper's ablation:
-    `may_resize` and `may_switch` False fix the number and the mode."""
-
-    floor: int
-    ceiling: int
-    may_resize: bool = True
-    may_switch: bool = True
-
-
 def next_setting(setting: SelectionSetting, times: StageTimes, limits: SelectionLimits) -> SelectionSetting:
     """The setting of the next step, from this one's and its times."""
-    mean = times if setting.times is None else setting.times.mean_with(times)
+    mean = times if setting.times is None else mean_times(setting.times, times)
     share = (mean.cpu_s + mean.transfer_s) / mean.gpu_s if mean.gpu_s > 0 else float("inf")
     setting = replace(setting, times=mean, num_roomy_steps=setting.num_roomy_steps + 1 if share < ROOMY else 0)
     if share > 1:
@@ -84,6 +50,38 @@ def _lower(setting: SelectionSetting, limits: SelectionLimits) -> SelectionSetti
     if limits.may_switch and setting.mode is not HybridGenMode.PRE:
         return replace(setting, mode=HybridGenMode.PRE, times=None, num_roomy_steps=0)
     return setting
+
+
+def mean_times(past: StageTimes, newest: StageTimes) -> StageTimes:
+    """The running mean."""
+    return StageTimes(
+        gpu_s=_mean(past.gpu_s, newest.gpu_s),
+        cpu_s=_mean(past.cpu_s, newest.cpu_s),
+        transfer_s=_mean(past.transfer_s, newest.transfer_s),
+    )
+
+
+class SelectionFeedback:
+    """The setting of the next step, which follows the stage times of those before.
+
+    Args:
+        first: before anything is measured.
+    """
+
+    def __init__(self, first: SelectionSetting, limits: SelectionLimits) -> None:
+        self.setting = first
+        self._limits = limits
+
+    def update(self, times: StageTimes | None) -> None:
+        """Take in a step's times; None: none were measured, nothing changes."""
+        if times is None:
+            return
+        before, self.setting = self.setting, next_setting(self.setting, times, self._limits)
+        if (before.num_selected, before.mode) != (self.setting.num_selected, self.setting.mode):
+            logger.debug(
+                "selection: %d keys, %s (accelerator %.6f s, scores %.6f s, transfer %.6f s)",
+                self.setting.num_selected, self.setting.mode, times.gpu_s, times.cpu_s, times.transfer_s,
+            )  # fmt: skip
 
 
 def _mean(past: float, newest: float) -> float:

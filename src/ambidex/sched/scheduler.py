@@ -32,6 +32,7 @@ from ambidex.sched.ahead import find_next_lens
 from ambidex.sched.budget import TokenBudget
 from ambidex.sched.draft import InFlight, StepDraft
 from ambidex.sched.entry import Entry
+from ambidex.sched.feedback import SelectionFeedback
 from ambidex.sched.queue import RequestQueues
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Scheduler:
         max_running_requests: requests that hold blocks at the same time.
         max_context_len: prompt and answer of a request together, in tokens, whatever the request allows.
         seed: from it and the order of arrival follow the seeds of requests that bring none.
+        feedback: steers the policy that chooses keys; None: nobody does.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class Scheduler:
         max_running_requests: int,
         max_context_len: int,
         seed: int = 0,
+        feedback: SelectionFeedback | None = None,
     ) -> None:
         self._kv = kv
+        self._feedback = feedback
         self._max_tokens_per_step = max_tokens_per_step
         self._max_running_requests = max_running_requests
         self._max_context_len = max_context_len
@@ -212,6 +216,8 @@ class Scheduler:
             raise InternalError("update() is called with a plan that is not the next one of schedule()")
         in_step = self._in_flight.popleft().entries
         _check_result(plan, result)
+        if self._feedback is not None:
+            self._feedback.update(result.stages)
         self._kv.finish_moves(result.finished_moves, result.failed_moves)
         changed, self._failed = self._failed, []
         for chunk in plan.requests:
@@ -277,7 +283,8 @@ class Scheduler:
 
     def _close(self, draft: StepDraft, moves: tuple[BlockMove, ...]) -> StepPlan:
         finished, self._gone = self._gone, []
-        plan, in_flight = draft.close(moves, finished)
+        selection = self._feedback.setting if self._feedback is not None else None
+        plan, in_flight = draft.close(moves, finished, selection)
         self._in_flight.append(in_flight)
         return plan
 

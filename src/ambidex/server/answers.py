@@ -198,6 +198,11 @@ class Answer:
 
     async def abort(self) -> None:
         """End every choice; the reader sees finish reason `abort`."""
+        if self._restart is not None and not self._restart.done():
+            self._restart.cancel()
+            for idx, choice in enumerate(self._choices):
+                if not choice.is_finished:
+                    self._put(idx, _aborted(choice.request))
         if self._llm is not None:
             for choice in self._choices:
                 await self._llm.abort(choice.request.request_id)
@@ -259,6 +264,19 @@ class Answer:
         choice.last_token_s, choice.num_tokens = now, len(output.token_ids)
         if output.finish_reason is not None:
             self.finish_reasons[idx] = output.finish_reason.value
+
+
+def _aborted(request: Request) -> RequestOutput:
+    """The last output of a request that is ended before an engine has it."""
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        text="",
+        delta="",
+        token_ids=(),
+        finish_reason=FinishReason.ABORT,
+        logprobs=None if request.params.logprobs is None else (),
+    )
 
 
 class Answers:

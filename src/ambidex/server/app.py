@@ -28,7 +28,7 @@ from ambidex.server.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from ambidex.server.service import EngineService, EngineState
+from ambidex.server.service import EngineService
 from ambidex.server.tracing import Tracing
 
 PAGE_FILES: Final = {"/": "index.html", "/page.js": "page.js", "/page.css": "page.css"}
@@ -111,7 +111,6 @@ class ServerApp:
 
     def _gauges(self) -> dict[str, float]:
         return {
-            "engine_ready": float(self.service.state is EngineState.READY),
             "engine_restarts": float(self.service.num_restarts),
             "answers_open": float(self.answers.num_choices),
         }

@@ -87,6 +87,7 @@ class _EngineCollector(Collector):
         for name, value in self._state().items():
             yield GaugeMetricFamily(f"ambidex_{name}", name.replace("_", " "), value=value)
         status = self.status
+        yield GaugeMetricFamily("ambidex_engine_ready", "the engine answers", value=float(status is not None))
         if status is None:
             return
         stats = status.stats

@@ -25,11 +25,11 @@ class WeightRing:
 
     Args:
         num_slots: more of them let the link run on while the accelerator does other things.
-        slot_size: numbers of a slot.
+        slot_bytes: of a slot, a multiple of 8.
     """
 
-    def __init__(self, num_slots: int, slot_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.slots = tuple(torch.empty(slot_size, dtype=dtype, device=device) for _ in range(num_slots))
+    def __init__(self, num_slots: int, slot_bytes: int, *, device: torch.device) -> None:
+        self.slots = tuple(torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(num_slots))
         self._arrived = [Mark(device) for _ in range(num_slots)]
         self._used = [Mark(device) for _ in range(num_slots)]
         self._copies = SideStream(device)
@@ -88,7 +88,7 @@ class WeightRing:
         self._num_sent += 1
 
     def _copy(self, chunk: Tensor, to: Tensor) -> None:
-        to.copy_(chunk, non_blocking=True)
+        to.view(torch.int64).copy_(chunk.view(torch.int64), non_blocking=True)
 
 
 class Lap:
@@ -96,7 +96,7 @@ class Lap:
 
     Args:
         ring: whose slots hold each of them.
-        chunks: flat, in host memory; pinned if the ring is on a GPU.
+        chunks: bytes in host memory, a multiple of 8; pinned if the ring is on a GPU.
     """
 
     def __init__(self, ring: WeightRing, chunks: Sequence[Tensor]) -> None:
@@ -108,5 +108,5 @@ class Lap:
         return place % len(self.ring.slots)
 
     def memory_of(self, place: int) -> Tensor:
-        """Where a chunk's numbers are once it has been taken."""
+        """Where a chunk's bytes are once it has been taken."""
         return self.ring.slots[self.slot_of(place)][: self.chunks[place].numel()]

@@ -11,6 +11,7 @@ from ambidex.core.policy import (
     BoundedScores,
     Budget,
     H2OForm,
+    HybridGenFeedback,
     HybridGenMode,
     PolicyName,
     PolicySettings,
@@ -45,6 +46,8 @@ def test_without_a_policy_all_keys_are_attended() -> None:
                 "partial_percent": 20,
                 "exact_layers": 2,
                 "hybridgen_mode": HybridGenMode.POST,
+                "hybridgen_feedback": HybridGenFeedback.OFF,
+                "min_selected_tokens": 64,
             },
         ),
     ],
@@ -68,7 +71,8 @@ def test_options_of_another_policy_are_refused_by_name(name: PolicyName) -> None
     values: dict[str, Any] = {
         "policy_tokens": 9, "policy_percent": 9, "recent_percent": 9, "sink_tokens": 9, "h2o_form": "drop",
         "max_dropped_mass": 0.5, "bounded_scores": "int8", "tau_start": 3.0, "tau_end": 3.0, "page_tokens": 2,
-        "exact_layers": 3, "alpha": 3.0, "partial_percent": 9, "hybridgen_mode": "pre", "near_tokens": 9,
+        "exact_layers": 3, "alpha": 3.0, "partial_percent": 9, "hybridgen_mode": "pre", "hybridgen_feedback": "mode",
+        "min_selected_tokens": 5, "near_tokens": 9,
     }  # fmt: skip
     assert set(values) == {option for own in DEFAULTS.values() for option in own}
     for option, value in values.items():

@@ -35,7 +35,7 @@ def make_side(shape: SiteShape, linear: LinearContext) -> HostSide:
     chunks = [range(16, 32), range(32, 48)]
     parts = [
         Part(
-            Rows(shape, rows, torch.randn(shape.numbers_per_row * len(rows))),
+            Rows(shape, rows, torch.randn(shape.numbers_per_row * len(rows)).view(torch.uint8), torch.float32),
             Activation.SILU if shape.num_out else None,
             linear,
         )

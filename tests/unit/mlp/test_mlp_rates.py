@@ -7,7 +7,7 @@ from ambidex.kernels.cpu.native import ThreadPool
 from ambidex.kernels.linear import LinearContext
 from ambidex.mlp.cuts import SiteShape
 from ambidex.mlp.parts import Part, Rows
-from ambidex.mlp.rates import TOKENS, LaneRates, measure_cpu
+from ambidex.mlp.rates import TOKENS, LaneRates, keep_whole, measure_cpu
 from ambidex.models.divided import _share_out
 
 
@@ -20,6 +20,13 @@ def test_levels_let_both_lanes_end_together() -> None:
     for level, num_tokens in zip(levels, (1, 8, 64), strict=True):
         by_cpu = on_cpu * level.cpu_share
         assert by_cpu / rates.cpu[num_tokens] == pytest.approx((100 - by_cpu) / rates.link)
+
+
+def test_the_cpu_takes_all_of_its_part_in_steps_that_a_solver_divided_for() -> None:
+    levels = LaneRates(cpu={1: 30e9, 8: 30e9, 64: 30e9}, link=30e9, most_native_tokens=8).levels(on_cpu=9, streamed=1)
+    kept = keep_whole(levels, 8)
+    assert [(level.most_tokens, level.cpu_share) for level in kept] == [(8, 1.0), (64, levels[2].cpu_share)]
+    assert keep_whole([], 4)[0].cpu_share == 1.0
 
 
 def test_the_cpu_takes_no_more_than_its_part() -> None:
@@ -39,7 +46,9 @@ def test_rates_of_the_cpu_are_measured_for_every_size() -> None:
     shape = SiteShape(num_in=64, num_rows=512)
     linear = LinearContext(ThreadPool(1))
     rows = range(512)
-    part = Part(Rows(shape, rows, torch.randn(shape.num_numbers).bfloat16()), None, linear)
+    part = Part(
+        Rows(shape, rows, torch.randn(shape.num_numbers).bfloat16().view(torch.uint8), torch.bfloat16), None, linear
+    )
     rates, most_native_tokens = measure_cpu([part], linear)
     assert list(rates) == list(TOKENS)
     assert all(rate > 0 for rate in rates.values())

@@ -5,13 +5,8 @@ from dataclasses import replace
 import pytest
 
 from ambidex.core.policy import HybridGenMode
-from ambidex.sched.feedback import (
-    STEPS_UNTIL_POST,
-    SelectionLimits,
-    SelectionSetting,
-    StageTimes,
-    next_setting,
-)
+from ambidex.core.selection import SelectionLimits, SelectionSetting, StageTimes
+from ambidex.sched.feedback import STEPS_UNTIL_POST, SelectionFeedback, next_setting
 
 POST, PRE = HybridGenMode.POST, HybridGenMode.PRE
 LIMITS = SelectionLimits(floor=100, ceiling=2000)
@@ -87,3 +82,11 @@ def test_function_is_pure() -> None:
     setting = SelectionSetting(num_selected=400, times=times(0.5))
     assert next_setting(setting, times(0.7), LIMITS) == next_setting(setting, times(0.7), LIMITS)
     assert setting == SelectionSetting(num_selected=400, times=times(0.5))
+
+
+def test_a_step_without_times_changes_nothing() -> None:
+    feedback = SelectionFeedback(SelectionSetting(num_selected=400), LIMITS)
+    feedback.update(None)
+    assert feedback.setting == SelectionSetting(num_selected=400)
+    feedback.update(times(0.5))
+    assert feedback.setting.num_selected == 440

@@ -13,9 +13,14 @@ for good.
 
 What is not published, and chosen here: K (the budget), near_tokens, the predictor, selection by KV head (the largest
 score of its query heads), the first layers. Which keys are near is a matter of their age alone, not of the tier on
-which they happen to lie, so that an answer does not depend on other requests. The paper changes K and the mode by
-feedback from measured stage times (`sched/feedback.py`); this path has no stages that overlap, so here both are fixed.
+which they happen to lie, so that an answer does not depend on other requests.
+
+The paper changes K and the mode by feedback from measured stage times: `sched/feedback.py` decides, from the times that
+`SelectiveAttention` takes, and `apply` is told. With `hybridgen_feedback` off both are fixed; with `mode` K is; with
+`full` K is what feedback says, for all requests alike. docs/hybridgen.md says more.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,7 +41,8 @@ from ambidex.attention.select.policy import (
     top_mask,
 )
 from ambidex.core.model_spec import ModelSpec
-from ambidex.core.policy import HybridGenMode, PolicySettings
+from ambidex.core.policy import HybridGenFeedback, HybridGenMode, PolicySettings
+from ambidex.core.selection import SelectionSetting
 
 
 class HybridGen(Policy):
@@ -53,14 +59,32 @@ class HybridGen(Policy):
         self._percent = settings.partial_percent
         self._exact_layers = settings.exact_layers
         self._is_pre = settings.hybridgen_mode is HybridGenMode.PRE
-        self.needs = frozenset({Need.LOOK_AHEAD}) | (
-            frozenset({Need.ROWS, Need.PROMPT}) if self._is_pre else frozenset()
+        self._feedback = settings.hybridgen_feedback or HybridGenFeedback.OFF
+        self._steering = _Steering(is_pre=self._is_pre)
+        is_steered = self._feedback is not HybridGenFeedback.OFF
+        self.needs = (
+            frozenset({Need.LOOK_AHEAD})
+            | (frozenset({Need.ROWS, Need.PROMPT}) if self._is_pre or is_steered else frozenset())
+            | (frozenset({Need.TIMES}) if is_steered else frozenset())
         )
+
+    def apply(self, setting: SelectionSetting) -> None:
+        self._steering.is_pre = setting.mode is HybridGenMode.PRE
+        self._steering.num_selected = setting.num_selected if self._feedback is HybridGenFeedback.FULL else None
 
     def open(self, request: PolicyRequest, layer_idx: int) -> Selector:
         if layer_idx < max(1, self._exact_layers):
             return AllKeys()
         num_selected = self._budget.of(request.num_prompt_tokens)
+        if Need.TIMES in self.needs:
+            return _Steered(
+                self._percent,
+                request.num_prompt_tokens,
+                num_kv_heads=self.spec.num_kv_heads,
+                num_selected=num_selected,
+                num_near=self._num_near,
+                steering=self._steering,
+            )
         if not self._is_pre:
             return _AfterScores(self.spec.num_kv_heads, num_selected=num_selected, num_near=self._num_near)
         return _BeforeScores(
@@ -72,6 +96,14 @@ class HybridGen(Policy):
         )
 
 
+@dataclass(slots=True)
+class _Steering:
+    """What feedback says; all selectors of an engine look at it. `num_selected` None: each request's own."""
+
+    is_pre: bool
+    num_selected: int | None = None
+
+
 class _AfterScores(Selector):
     """Post: all far keys are scored first."""
 
@@ -81,13 +113,10 @@ class _AfterScores(Selector):
         self._num_near = num_near
 
     def select(self, row: DecodeRow) -> Selection:
-        assert row.stale_q is not None, "a layer before this one has been attended"
         num_far = max(0, row.num_keys - 1 - self._num_near)
         if num_far == 0:
             return AllKeys().select(row)
-        scores = group_scores(row.stale_q[None], row.read_keys(num_far), row.scale)[:, 0]  # [Hq, far]
-        selected = top_mask(max_groups(scores, self._num_kv_heads), self._num_selected)  # [Hkv, far]
-        return _join(selected, scores, row.num_keys)
+        return _select_after(row, num_far, self._num_kv_heads, self._num_selected)
 
 
 class _BeforeScores(Predicting):
@@ -100,17 +129,47 @@ class _BeforeScores(Predicting):
         self._num_near = num_near
 
     def select(self, row: DecodeRow) -> Selection:
-        assert row.stale_q is not None, "a layer before this one has been attended"
         num_far = max(0, row.num_keys - 1 - self._num_near)
         if num_far == 0:
             return AllKeys().select(row)
+        return self._select_before(row, num_far, self._num_selected)
+
+    def _select_before(self, row: DecodeRow, num_far: int, num_selected: int) -> Selection:
+        assert row.stale_q is not None, "a layer before this one has been attended"
         predicted = max_groups(self.predict(row)[:, :num_far], self._num_kv_heads)  # [Hkv, far]
-        selected = top_mask(predicted, self._num_selected)
+        selected = top_mask(predicted, num_selected)
         places, _ = find_places(selected)  # [Hkv, K], no padding: each head selects as many
         early = row.stale_q.view(self._num_kv_heads, -1, row.q.shape[1]) @ row.take_keys(places).transpose(1, 2)
         scores = torch.zeros((*early.shape[:2], num_far), dtype=early.dtype, device=early.device)
         scores.scatter_(2, places[:, None].expand(early.shape), early * row.scale)
         return _join(selected, scores.flatten(0, 1), row.num_keys)
+
+
+class _Steered(_BeforeScores):
+    """Either, as feedback says. Partial keys are kept in both modes: it may change at any step."""
+
+    def __init__(
+        self, percent: int, num_prompt: int, *, num_kv_heads: int, num_selected: int, num_near: int, steering: _Steering
+    ) -> None:
+        super().__init__(percent, num_prompt, num_kv_heads=num_kv_heads, num_selected=num_selected, num_near=num_near)
+        self._steering = steering
+
+    def select(self, row: DecodeRow) -> Selection:
+        num_far = max(0, row.num_keys - 1 - self._num_near)
+        if num_far == 0:
+            return AllKeys().select(row)
+        num_selected = self._steering.num_selected or self._num_selected
+        if self._steering.is_pre:
+            return self._select_before(row, num_far, num_selected)
+        return _select_after(row, num_far, self._num_kv_heads, num_selected)
+
+
+def _select_after(row: DecodeRow, num_far: int, num_kv_heads: int, num_selected: int) -> Selection:
+    """Score all far keys with the early query, and select the best of each KV head."""
+    assert row.stale_q is not None, "a layer before this one has been attended"
+    scores = group_scores(row.stale_q[None], row.read_keys(num_far), row.scale)[:, 0]  # [Hq, far]
+    selected = top_mask(max_groups(scores, num_kv_heads), num_selected)  # [Hkv, far]
+    return _join(selected, scores, row.num_keys)
 
 
 def _join(selected: Tensor, scores: Tensor, num_keys: int) -> Selection:

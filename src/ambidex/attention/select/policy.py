@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.policy import PolicySettings
+from ambidex.core.selection import SelectionSetting
 
 
 class Need(Enum):
@@ -34,6 +35,7 @@ class Need(Enum):
     PROMPT = "queries of the prompt"
     PROBS = "probabilities of decode steps"
     LOOK_AHEAD = "the query as the layer before would have it"
+    TIMES = "stage times are measured, and what follows from them is applied"
 
 
 class Positions(StrEnum):
@@ -167,6 +169,9 @@ class Policy(ABC):
     @abstractmethod
     def open(self, request: PolicyRequest, layer_idx: int) -> Selector:
         """The state of a new request in a layer."""
+
+    def apply(self, setting: SelectionSetting) -> None:  # noqa: B027  # most policies are not steered
+        """What holds from the next step on; needs Need.TIMES."""
 
 
 class AllKeys(Selector):

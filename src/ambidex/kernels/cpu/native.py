@@ -256,7 +256,7 @@ class AttentionPool:
                 scale,
                 out,
                 lse,
-                slopes=None if slopes is None else array_of(slopes),
+                slopes=None if slopes is None else slopes.numpy(),
                 isa=isa,
             )
         except (TypeError, ValueError) as error:

@@ -34,7 +34,9 @@ def packed_bytes(kind: str, shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedMatrix:
-    """A matrix [N, K] of quantised numbers in CPU memory, which a layer may have as its weight instead of a tensor.
+    """A matrix [N, K] of quantised numbers, which a layer may have as its weight instead of a tensor.
+
+    It lies in CPU memory; on a GPU, where it may lie, too, there is a product and `pack`, and nothing else.
 
     Args:
         kind: one of `BLOCKS`.
@@ -69,10 +71,21 @@ class QuantizedMatrix:
         check_loaded()
         if first_row + rows.shape[0] > self.shape[0]:
             raise ShapeError(f"rows {first_row} to {first_row + rows.shape[0]} do not lie in {self.shape[0]} rows")
+        if self.data.device.type != "cpu":
+            self._pack_there(first_row, rows)
+            return
         try:
             _native.pack_rows(self.data.numpy(), self.kind, rows, first_row)
         except (TypeError, ValueError) as error:
             raise ShapeError(f"pack: {error}") from error
+
+    def _pack_there(self, first_row: int, rows: NDArray[np.uint8]) -> None:
+        """Pack rows here, and join them to what lies in GPU memory: their groups may hold other rows already."""
+        offset = first_row % GROUP_ROWS
+        here = QuantizedMatrix.zeros(self.kind, (offset + rows.shape[0], self.shape[1]))
+        here.pack(offset, rows)
+        first = first_row // GROUP_ROWS
+        self.data[first : first + len(here.data)] |= here.data.to(self.data.device)
 
     def rows(self, indices: Tensor, *, isa: str | None = None) -> Tensor:
         """Some rows in fp32, the numbers that GGUF defines, bit for bit.

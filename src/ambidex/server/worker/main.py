@@ -55,6 +55,9 @@ PROGRESS_S: Final = 0.2
 """Between two messages about loading."""
 FAULT_S: Final = 0.1
 """Between two looks at whether the engine still goes on, for when no request tells."""
+TRIM_S: Final = 20.0
+"""Between two times that free memory inside malloc goes back to the system: steps of changing shapes leave tens of MB
+there, which rise for many minutes. Giving 50 MB back takes some ms beside the steps."""
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -86,11 +89,15 @@ class Worker:
         gc.collect()
         gc.freeze()  # see `server.service`: what has been loaded is looked through no more
         self._channel.send(Ready(llm.text.facts, llm.report))
+        trimmed_s = time.monotonic()
         while llm.fault is None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_closing.wait(), FAULT_S)
                 await llm.close()
                 return 0
+            if time.monotonic() - trimmed_s > TRIM_S:
+                await asyncio.to_thread(give_back_memory)
+                trimmed_s = time.monotonic()
         return self._end(llm.fault)
 
     def _end(self, error: BaseException) -> int:
@@ -206,6 +213,13 @@ def _throttled(note: Callable[[int, int], None]) -> Callable[[int, int], None]:
             note(done, total)
 
     return throttled
+
+
+def give_back_memory() -> None:
+    """Let malloc return what is free inside it, where it can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def die_with(parent: int) -> None:

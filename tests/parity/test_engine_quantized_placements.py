@@ -1,0 +1,79 @@
+"""Divided weights that stay as a GGUF file stores them give the tokens of the undivided run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ambidex import EngineConfig, SamplingParams
+from ambidex.core.config import DeviceKind, Graphs
+from ambidex.core.ids import Tier
+from ambidex.core.placement import LayerPlacement, Placement, WeightSplit
+from ambidex.cost.workload import KVShares
+from ambidex.engine.build import build_engine
+from ambidex.engine.engine import Engine
+from ambidex.models.divided import RingSizes
+from ambidex.solver.placement_file import placement_json
+
+pytestmark = pytest.mark.timeout(1800)
+
+PARAMS = SamplingParams(max_output_tokens=12, temperature=0.0, ignore_eos=True)
+PROMPTS = ("The capital of France is", "One, two, three, four,")
+
+
+def make_engine(placement: str | None, **settings: object) -> Engine:
+    config = EngineConfig(model="smollm2", max_context_len=128, placement=placement, **settings)  # type: ignore[arg-type]
+    return build_engine(config, weight_ring=RingSizes(chunk_bytes=2**19))
+
+
+def answers(engine: Engine) -> list[tuple[int, ...]]:
+    ids, found = [engine.add(prompt, PARAMS) for prompt in PROMPTS], {}
+    while engine.has_work:
+        found |= {output.request_id: output for output in engine.step()}
+    return [found[request_id].token_ids for request_id in ids]
+
+
+def write(folder: Path, split: WeightSplit) -> str:
+    placement = Placement(layers=(LayerPlacement(attention=split, mlp=split),) * 30)
+    path = folder / "placement.json"
+    path.write_text(json.dumps(placement_json(placement, KVShares())))
+    return str(path)
+
+
+def held(engine: Engine) -> int:
+    return sum(
+        entry.num_bytes
+        for tier in (Tier.GPU, Tier.DRAM)
+        for entry in engine.figures.ledger.entries(tier)
+        if entry.owner == "weights"
+    )
+
+
+@pytest.mark.parametrize("graphs", list(Graphs))
+def test_greedy_tokens_of_divided_smollm2_as_stored_equal_the_undivided_run(graphs: Graphs, tmp_path: Path) -> None:
+    whole = make_engine(None, graphs=graphs)
+    engine = make_engine(write(tmp_path, WeightSplit(on_gpu=0.4, on_cpu=0.3, streamed=0.3)), graphs=graphs)
+    assert answers(engine) == answers(whole)
+    assert engine.stats.num_graph_failures == 0
+    assert held(whole) <= held(engine) < 1.05 * held(whole)
+    assert "as stored" in engine.report.value("compute", "weights")
+
+
+def test_a_dtype_that_is_asked_for_divides_dequantised_weights(tmp_path: Path) -> None:
+    path = write(tmp_path, WeightSplit(on_gpu=0.5, streamed=0.5))
+    engine = make_engine(path, dtype="fp16", graphs=Graphs.OFF)
+    assert held(engine) > 2 * held(make_engine(None))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", list(Graphs))
+def test_greedy_tokens_of_divided_smollm2_on_a_gpu_equal_those_of_all_on_the_gpu(
+    graphs: Graphs, tmp_path: Path
+) -> None:
+    """Both as stored: the same numbers, multiplied by several lanes or by one."""
+    whole = make_engine(write(tmp_path, WeightSplit()), device=DeviceKind.CUDA, graphs=graphs)
+    wanted = answers(whole)
+    assert held(whole) < 1.5 * held(make_engine(None, device=DeviceKind.CPU)), "weights are not as stored"
+    for split in (WeightSplit(on_gpu=0.4, on_cpu=0.3, streamed=0.3), WeightSplit(on_gpu=0.0, streamed=1.0)):
+        got = answers(make_engine(write(tmp_path, split), device=DeviceKind.CUDA, graphs=graphs))
+        assert [tokens[:5] for tokens in got] == [tokens[:5] for tokens in wanted]  # later ones may differ in 16 bits
