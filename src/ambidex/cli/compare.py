@@ -23,6 +23,10 @@ QUICK: Final[Mapping[str, Any]] = {
     "contexts": (256, 512), "batch": (1, 2), "budgets": (128,), "steps": 4, "predict": 32, "rounds": 2,
 }  # fmt: skip
 """What `--quick` stands for, where nothing else is said: 10 minutes on two cores with a model of 135M parameters."""
+QUICK_BUDGETS: Final[Mapping[str, str]] = {
+    PolicyName.STREAMING_LLM: ":policy_tokens=102", PolicyName.QUEST: ":policy_tokens=102:page_tokens=16",
+}  # fmt: skip
+"""Policies whose published budget is a number of tokens above those contexts: a fifth of 512, as the others have it."""
 _DEFAULTS: Final[Mapping[str, Any]] = {
     "contexts": (2048, 8192), "batch": (1, 8), "budgets": (None,), "steps": 32, "predict": 256, "rounds": 8,
 }  # fmt: skip
@@ -44,8 +48,9 @@ class CompareCommand(SettingsCommand):
                 click.Argument(["word"], required=False, metavar="[MODEL]"),
                 VerbOption(["--report"], type=path, help="folder of the report: new, empty, or of an earlier run"),
                 VerbOption(["--models"], metavar="LIST", help="several models, parted by commas, instead of MODEL"),
-                VerbOption(["--policies"], metavar="LIST", default=",".join(PolicyName), show_default=True,
-                           help="policies, with settings of the engine if wanted: exact,h2o:policy_percent=30"),
+                VerbOption(["--policies"], metavar="LIST",
+                           help="policies, with settings of the engine if wanted: exact,h2o:policy_percent=30; "
+                           "default: all"),
                 VerbOption(["--contexts"], type=CountList(), metavar="LIST",
                            help="tokens of each request before the first step; default: 2K,8K"),
                 VerbOption(["--batch"], type=CountList(), metavar="LIST", help="requests of a step; default: 1,8"),
@@ -81,7 +86,8 @@ def compare(ctx: click.Context, /, **options: Any) -> int:
 
     quick: Mapping[str, Any] = QUICK if options["quick"] else {}
     values = {name: options[name] or quick.get(name) or default for name, default in _DEFAULTS.items()}
-    variants = [Variant.parse(word) for word in dict.fromkeys(options["policies"].split(","))]
+    words = options["policies"].split(",") if options["policies"] else _all_policies(is_quick=options["quick"])
+    variants = [Variant.parse(word) for word in dict.fromkeys(words)]
     text_name, text = _text(options["text"])
     grid = Grid(
         models=models or [chosen.engine.model],
@@ -112,6 +118,10 @@ def compare(ctx: click.Context, /, **options: Any) -> int:
         say(f"{num_failed} cells failed: the report says why; --retry measures them again")
         return EXIT_FAILED_CELLS
     return 0
+
+
+def _all_policies(*, is_quick: bool) -> list[str]:
+    return [policy + (QUICK_BUDGETS.get(policy, "") if is_quick else "") for policy in PolicyName]
 
 
 def _models(options: dict[str, Any]) -> list[str]:
