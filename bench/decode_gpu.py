@@ -28,7 +28,7 @@ from ambidex.core.config import DeviceKind, DTypeChoice, Graphs, LoadFormat
 from ambidex.core.errors import AmbidexError
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.request import Request
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.formats.locate import find_model
 from ambidex.formats.spec import read_spec

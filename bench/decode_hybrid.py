@@ -33,7 +33,7 @@ from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import DeviceKind, DTypeChoice, Graphs, KVDTypeChoice, LoadFormat
 from ambidex.core.errors import AmbidexError
 from ambidex.core.ids import Lane
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.runner.decode import DecodeForm

@@ -41,7 +41,7 @@ from ambidex.core.placement import LayerPlacement, Placement, WeightSizes, Weigh
 from ambidex.core.step import make_buckets
 from ambidex.core.units import MIB, parse_size
 from ambidex.cost.workload import KVShares
-from ambidex.engine.build import build_engine, default_num_threads
+from ambidex.engine.compose import build_engine, default_num_threads
 from ambidex.engine.engine import Engine
 from ambidex.engine.weights_plan import chunk_bytes_for, fill_placement
 from ambidex.formats.locate import find_model

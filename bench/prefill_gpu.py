@@ -27,7 +27,7 @@ from ambidex.core.dtypes import DType
 from ambidex.core.errors import AmbidexError
 from ambidex.core.ids import Lane
 from ambidex.core.model_spec import ModelSpec
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.formats.locate import find_model
 from ambidex.formats.spec import read_spec

@@ -13,7 +13,7 @@ import httpx
 from openai import OpenAI
 
 from ambidex import AsyncLLM, EngineConfig
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from ambidex.runner.runner import Forward, call_model
 from ambidex.server.app import ServerApp
 from ambidex.server.config import ServerConfig

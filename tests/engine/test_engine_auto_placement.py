@@ -16,7 +16,7 @@ from ambidex import EngineConfig, SamplingParams
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import Tier
 from ambidex.core.units import MIB
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.formats.locate import find_model
 from ambidex.formats.spec import read_spec

@@ -11,7 +11,7 @@ from ambidex.core.errors import ConfigError
 from ambidex.core.ids import Tier
 from ambidex.core.policy import BoundedScores, PolicyName
 from ambidex.core.step import SelectionFigures
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.runner.decode import DecodeForm
 from fault_runs import run, tokens

@@ -11,7 +11,7 @@ from ambidex import LLM, EngineConfig, FinishReason, SamplingParams
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import Graphs
 from ambidex.core.errors import CopyError
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.engine.outputs import RequestOutput
 from ambidex.models.base import CausalLM

@@ -15,7 +15,7 @@ from ambidex import LLM, SamplingParams
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError
 from ambidex.core.trace import Track
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from ambidex.engine.trace_file import TraceFile
 from tiny_engine import make_engine_folder
 

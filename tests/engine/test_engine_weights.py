@@ -15,7 +15,7 @@ from ambidex.core.kv_spec import KVSpec
 from ambidex.core.placement import LayerPlacement, Placement, WeightSizes, WeightSplit
 from ambidex.core.units import MIB
 from ambidex.cost.workload import KVShares
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.engine.memory import WeightBytes, fixed_bytes, plan_memory
 from ambidex.engine.weights_plan import chunk_bytes_for, fill_placement

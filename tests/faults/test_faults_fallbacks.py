@@ -14,7 +14,7 @@ from torch import Tensor
 from ambidex import EngineConfig
 from ambidex.core.config import DeviceKind, DTypeChoice
 from ambidex.core.ids import Fallback
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.kernels import dispatch
 from ambidex.kernels.cpu import native
@@ -25,7 +25,7 @@ TESTS = Path(__file__).parents[1]
 ASK = """
 import json, sys
 from ambidex import EngineConfig
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from fault_runs import SPLIT, run, tokens
 
 engine = build_engine(EngineConfig(model=sys.argv[1], **SPLIT, **json.loads(sys.argv[2])))

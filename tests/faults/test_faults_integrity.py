@@ -14,7 +14,7 @@ from ambidex.core.dtypes import DType
 from ambidex.core.ids import BlockId, RequestId, Tier
 from ambidex.core.kv_spec import KVOrder, KVSpec
 from ambidex.core.step import BlockRef, ScheduledRequest, StepPlan, StepResult
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
 from ambidex.runner.runner import ModelRunner

@@ -12,7 +12,7 @@ from ambidex.attention import handover
 from ambidex.core.config import DeviceKind, DTypeChoice
 from ambidex.core.errors import CopyError
 from ambidex.core.ids import Fallback, Tier
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.kernels.cpu.native import AttentionScript, KeyBatch
 from ambidex.runner.decode import DecodeForm

@@ -12,7 +12,7 @@ from torch import Tensor
 from ambidex import EngineConfig, FinishReason
 from ambidex.core.config import DeviceKind, DTypeChoice
 from ambidex.core.ids import Fallback
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.runner.input_batch import InputBatch
 from ambidex.runner.runner import Forward, call_model

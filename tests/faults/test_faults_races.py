@@ -15,7 +15,7 @@ from torch import Tensor
 from ambidex import EngineConfig, SamplingParams
 from ambidex.core.config import DeviceKind, DTypeChoice, KVDTypeChoice
 from ambidex.core.ids import Lane
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.engine.outputs import RequestOutput
 from ambidex.kernels.cpu.native import AttentionScript, KeyBatch

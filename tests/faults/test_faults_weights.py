@@ -16,7 +16,7 @@ from ambidex.core.config import DeviceKind, DTypeChoice
 from ambidex.core.ids import Fallback
 from ambidex.core.placement import LayerPlacement, Placement, WeightSplit
 from ambidex.cost.workload import KVShares
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.mlp.handover import WeightHandover
 from ambidex.mlp.split_site import Level

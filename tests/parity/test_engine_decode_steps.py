@@ -17,7 +17,7 @@ from ambidex.attention.paged import PagedAttention
 from ambidex.core.config import DeviceKind, DTypeChoice
 from ambidex.core.ids import Lane, RequestId
 from ambidex.core.step import ScheduledRequest, StepPlan, make_buckets
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.engine.outputs import RequestOutput
 from ambidex.models.base import AttentionOp, CausalLM

@@ -12,7 +12,7 @@ from ambidex import EngineConfig, SamplingParams
 from ambidex.core.config import DeviceKind, DTypeChoice, Graphs
 from ambidex.core.placement import LayerPlacement, Placement, WeightSplit
 from ambidex.cost.workload import KVShares
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.mlp.split_site import Level
 from ambidex.models.divided import RingSizes

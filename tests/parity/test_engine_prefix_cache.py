@@ -9,7 +9,7 @@ from test_engine_splits import DEVICES, SPLITS
 from ambidex import LLM, EngineConfig, SamplingParams
 from ambidex.core.config import DeviceKind, DTypeChoice
 from ambidex.core.errors import CopyError
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.engine.outputs import RequestOutput
 from ambidex.storage.copy import copy_block

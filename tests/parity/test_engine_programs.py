@@ -10,7 +10,7 @@ from torch import Tensor
 from ambidex import EngineConfig
 from ambidex.core.config import DeviceKind, DTypeChoice, Graphs, KVDTypeChoice
 from ambidex.core.ids import Lane
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.input_batch import InputBatch

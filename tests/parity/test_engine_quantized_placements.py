@@ -10,7 +10,7 @@ from ambidex.core.config import DeviceKind, Graphs
 from ambidex.core.ids import Tier
 from ambidex.core.placement import LayerPlacement, Placement, WeightSplit
 from ambidex.cost.workload import KVShares
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.models.divided import RingSizes
 from ambidex.solver.placement_file import placement_json

@@ -8,7 +8,7 @@ import pytest
 from ambidex import LLM, EngineConfig, SamplingParams
 from ambidex.core.config import DeviceKind, DTypeChoice
 from ambidex.core.ids import Lane
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from tiny_engine import make_engine_folder
 from tiny_models import VARIANTS, VOCAB_SIZE
 

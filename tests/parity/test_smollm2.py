@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ambidex import LLM, EngineConfig, SamplingParams
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import DTypeChoice
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from ambidex.models.base import CausalLM
 from ambidex.runner.input_batch import InputBatch
 from ambidex.runner.runner import call_model

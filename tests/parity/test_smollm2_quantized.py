@@ -11,7 +11,7 @@ from ambidex.core.config import EngineConfig
 from ambidex.core.errors import NativeModuleError
 from ambidex.core.ids import Tier
 from ambidex.engine import build
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from ambidex.formats.locate import find_model
 from ambidex.formats.spec import read_spec
 from ambidex.kernels.cpu import native

@@ -22,7 +22,7 @@ from ambidex.bench.prefill import check_prefill, gemm_rate, measure_prefill
 from ambidex.bench.workload import NUM_WARMUP_STEPS, Point, Prompts
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError, MachineError
-from ambidex.engine.build import build_engine, default_num_threads
+from ambidex.engine.compose import build_engine, default_num_threads
 from ambidex.engine.engine import Engine
 from ambidex.runner.device import choose_device
 

@@ -25,7 +25,7 @@ from ambidex.bench.workload import Point, Prompts, check_point, decode_once, end
 from ambidex.compare.cells import Cell, CellKind
 from ambidex.core.config import EngineConfig, Graphs, LoadFormat
 from ambidex.core.errors import AmbidexError, CallerError
-from ambidex.engine.build import build_engine, default_num_threads
+from ambidex.engine.compose import build_engine, default_num_threads
 from ambidex.eval.agreement import Text, measure_agreement
 from ambidex.eval.long_context import TASK_DEFAULTS, TASKS
 from ambidex.eval.probe import measure_probes

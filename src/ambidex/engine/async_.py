@@ -14,8 +14,8 @@ from ambidex.core.config import EngineConfig
 from ambidex.core.errors import AmbidexError, CallerError, InternalError
 from ambidex.core.ids import RequestId
 from ambidex.core.request import Request, SamplingParams
-from ambidex.engine.build import build_engine
 from ambidex.engine.client import Put, Reply
+from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.engine.outputs import RequestOutput
 from ambidex.engine.pulse import Stage

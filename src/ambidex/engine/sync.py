@@ -10,7 +10,7 @@ from ambidex.core.config import EngineConfig
 from ambidex.core.errors import CallerError, RequestError, RequestFailedError
 from ambidex.core.ids import RequestId
 from ambidex.core.request import FinishReason, Request, SamplingParams
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.engine.outputs import RequestOutput
 from ambidex.engine.report import EngineReport

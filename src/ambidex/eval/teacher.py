@@ -19,7 +19,7 @@ from ambidex.core.errors import ConfigError, RequestFailedError
 from ambidex.core.ids import RequestId
 from ambidex.core.request import Request, SamplingParams
 from ambidex.core.step import SelectionFigures
-from ambidex.engine.build import build_engine
+from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.runner.input_batch import InputBatch

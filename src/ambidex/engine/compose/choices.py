@@ -1,0 +1,348 @@
+"""What a model, its settings and this machine make of each other, before anything large is allocated."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+from ambidex.attention.select.policy import Need
+from ambidex.attention.select.registry import make_policy
+from ambidex.attention.streamed import why_no_stream
+from ambidex.core.config import DTypeChoice, EngineConfig, Graphs, LoadFormat
+from ambidex.core.dtypes import DType
+from ambidex.core.errors import ConfigError, NativeModuleError
+from ambidex.core.ids import Tier
+from ambidex.core.kv_spec import KVOrder, StreamBuffers
+from ambidex.core.model_spec import ModelSpec
+from ambidex.core.placement import Placement
+from ambidex.core.policy import PolicyName, resolve_policy
+from ambidex.core.step import make_buckets
+from ambidex.core.units import format_size
+from ambidex.engine.auto_placement import AUTO, AutoPlacement, Budgets, solve_weights
+from ambidex.engine.bounded_form import BoundedForm, choose_bounded_form
+from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
+from ambidex.engine.memory import (
+    FixedBytes,
+    FreeMemory,
+    MemoryPlan,
+    WeightBytes,
+    find_gpu_budget,
+    fixed_bytes,
+    plan_memory,
+    step_stream_bytes,
+)
+from ambidex.engine.weights_plan import (
+    KV_SHARE,
+    NUM_SLOTS,
+    STREAMED_SHARE,
+    check_placement,
+    chunk_bytes_for,
+    fill_placement,
+    read_placement,
+)
+from ambidex.formats.locate import ModelSource, find_model
+from ambidex.formats.spec import read_spec
+from ambidex.hw.memory import read_memory
+from ambidex.hw.profile import HardwareProfile, Machine
+from ambidex.hw.profile_file import default_path, read_profile
+from ambidex.hw.topology import read_topology
+from ambidex.kernels.cpu.native import ThreadPool
+from ambidex.kernels.dispatch import choose
+from ambidex.kernels.reference.quantized import RECORD_BYTES as GPU_KINDS
+from ambidex.layers.linear import Linear
+from ambidex.models.divided import (
+    ALIGNMENT_BYTES,
+    DividedBytes,
+    RingSizes,
+    count_bytes,
+    measure_weights,
+    plan_sites,
+)
+from ambidex.models.quantized import count_weights_bytes, find_kept
+from ambidex.models.registry import build_model
+from ambidex.runner.decode import DecodeForm
+from ambidex.runner.device import TORCH_DTYPES, activation_dtype, choose_device, choose_dtype, keeps_quantized
+
+CPU_SPIN_US: Final = 300
+"""How long native threads look for work before they sleep when the accelerator is the CPU: longer than what Python and
+torch do between two native calls of a decode step."""
+
+
+LANE_SPIN_US: Final = 2000
+"""The same beside a GPU: longer than its part of a layer, so that no layer begins with waking threads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What was found and decided before anything large is allocated."""
+
+    source: ModelSource
+    spec: ModelSpec
+    device: torch.device
+    dtype: DType
+    dtype_why: str
+    keeps_quantized: bool
+    num_threads: int
+    threads: ThreadPool | None
+    kv: KVFormat
+    decode_form: DecodeForm
+    decode_form_why: str
+    bounded: BoundedForm
+    stream: StreamBuffers | None
+    weights: "WeightChoices"
+    memory: MemoryPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightChoices:
+    """Where weights lie. `placement` None: all on the accelerator. `kinds`: GGUF types of what is divided as stored."""
+
+    placement: Placement | None
+    why: str
+    ring: RingSizes
+    bytes: WeightBytes
+    parts: DividedBytes | None = None
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    auto: AutoPlacement | None = None
+    """What was solved, if it was."""
+
+
+def default_num_threads(device: torch.device) -> int:
+    """CPU threads where none are asked for: the usable cores, of which a GPU's driver takes one."""
+    return max(1, read_topology().num_usable_cores - (device.type == "cuda"))
+
+
+def make_choices(
+    config: EngineConfig,
+    decode_form: DecodeForm | None,
+    *,
+    streams_chunks: bool,
+    weight_ring: RingSizes | None,
+    profile: HardwareProfile | None,
+    dummy_kind: str | None,
+) -> Choices:
+    source = find_model(config.model)
+    spec = read_spec(source)
+    policy = make_policy(resolve_policy(config), spec)  # refuses a model that it cannot serve before anything is loaded
+    device = choose_device(config.device)
+    is_cuda = device.type == "cuda"
+    num_threads = config.num_threads or default_num_threads(device)
+    threads = make_threads(num_threads, spin_us=LANE_SPIN_US if is_cuda else CPU_SPIN_US)
+    dtype, dtype_why = choose_dtype(
+        config.dtype,
+        checkpoint=spec.dtype,
+        is_quantized=spec.is_quantized,
+        device=device,
+        has_native=threads is not None,
+    )
+    keeps = config.load_format is not LoadFormat.DUMMY and keeps_quantized(
+        config.dtype, is_quantized=spec.is_quantized, device=device, has_native=threads is not None
+    )
+    form, form_why = (decode_form, "asked for") if decode_form else _choose_decode_form(config, spec, device, threads)
+    has_row_ops = is_cuda or form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
+    kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
+    bounded = choose_bounded_form(config, kv.specs, why_ordinary=form_why if form is DecodeForm.ORDINARY else None)
+    if config.policy is not PolicyName.EXACT and not bounded.is_native:
+        form, form_why = decode_form or DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
+    activations = activation_dtype(dtype, device)
+    free = _free_memory(device)
+    can_step_stream = config.stream_percent != 0 and not bounded.is_native and why_no_stream(spec, kv.specs) is None
+    stream = None
+    if (
+        (streams_chunks or is_cuda)
+        and spec.alibi_slopes is None
+        and config.dram_memory != 0
+        and kv.specs[Tier.DRAM].order is KVOrder.TILES
+    ):
+        stream = StreamBuffers.of(
+            kv.specs[Tier.DRAM],
+            max_context_len=config.max_context_len or spec.max_context_len,
+            number_bytes=activations.num_bytes,
+            max_requests=min(config.max_running_requests, config.max_tokens_per_step),
+            step_bytes=step_stream_bytes(config, free) if form is DecodeForm.CAPTURED and can_step_stream else 0,
+        )
+    buckets = decode_buckets(config) if form is DecodeForm.CAPTURED else ()
+    fixed = fixed_bytes(config, spec, activations=activations, graph_buckets=buckets, stream=stream)
+    weights = _choose_weights(
+        config, spec, dtype, device, kv, keeps_quantized=keeps, free=free, fixed=fixed, ring=weight_ring,
+        profile=profile,
+        dummy_kind=dummy_kind,
+    )  # fmt: skip
+    if weights.placement is not None:
+        check_placement(config, looks_ahead=Need.LOOK_AHEAD in policy.needs, placement=weights.placement)
+    return Choices(
+        source=source,
+        spec=spec,
+        device=device,
+        dtype=dtype,
+        dtype_why=dtype_why,
+        keeps_quantized=keeps,
+        num_threads=num_threads,
+        threads=threads,
+        kv=kv,
+        decode_form=form,
+        decode_form_why=form_why,
+        bounded=bounded,
+        stream=stream,
+        weights=weights,
+        memory=plan_memory(
+            config,
+            spec,
+            kv.specs,
+            free=free,
+            weights=weights.bytes,
+            fixed=fixed,
+            scan_bytes=bounded.scan_bytes(kv.specs),
+        ),
+    )
+
+
+def _choose_weights(
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: DType,
+    device: torch.device,
+    kv: KVFormat,
+    *,
+    keeps_quantized: bool,
+    free: FreeMemory,
+    fixed: FixedBytes,
+    ring: RingSizes | None,
+    profile: HardwareProfile | None,
+    dummy_kind: str | None,
+) -> WeightChoices:
+    """Where weights lie: as a file or the solver says, or what fits on the accelerator there and the rest in DRAM.
+
+    Raises:
+        ConfigError: the file cannot be used, or what cannot be divided does not fit.
+    """
+    skeleton = build_model(
+        spec,
+        device=torch.device("meta"),
+        dtype=TORCH_DTYPES[dtype],
+        activation_dtype=TORCH_DTYPES[activation_dtype(dtype, device)],
+    )
+    as_stored = find_kept(spec) if keeps_quantized else {}
+    kinds = as_stored if device.type == "cpu" else _find_kinds_for_gpu(config, spec)
+    if dummy_kind is not None:
+        linears = [f"{name}.weight" for name, module in skeleton.named_modules() if isinstance(module, Linear)]
+        kinds = dict.fromkeys(linears, dummy_kind)
+    total = sum(count_weights_bytes(skeleton, as_stored).values())
+    budget = find_gpu_budget(config, free)
+    ring = ring or RingSizes(chunk_bytes=chunk_bytes_for(budget), num_slots=NUM_SLOTS)
+    chunk_size = ring.chunk_bytes // dtype.num_bytes
+    auto: AutoPlacement | None = None
+    if config.placement == AUTO:
+        num_parts = len(plan_sites(skeleton, Placement.all_on_gpu(spec.num_layers), chunk_size=chunk_size))
+        auto = solve_weights(
+            config,
+            spec,
+            dtype=dtype,
+            profile=profile or _read_profile(device),
+            budgets=Budgets(
+                gpu=budget,
+                dram=config.dram_memory if config.dram_memory is not None else free.dram,
+                gpu_fixed=fixed.total + num_parts * ALIGNMENT_BYTES,
+                ring=ring.num_slots * ring.chunk_bytes,
+            ),
+        )
+        placement, why = auto.placement, auto.why
+        if placement.is_all_on_gpu:
+            return WeightChoices(placement=None, why=why, ring=ring, bytes=WeightBytes(on_gpu=total), auto=auto)
+    elif config.placement is not None:
+        placement, why = read_placement(config.placement, spec.num_layers), f"as {config.placement} says"
+    else:
+        least_kv = kv.specs[Tier.GPU].num_blocks(config.kv_gpu_tokens or 0) * kv.specs[Tier.GPU].bytes_per_block
+        wanted, why = config.weights_gpu_memory, "asked for"
+        if wanted is None and not free.is_shared and budget < total + fixed.total + least_kv:
+            kept = least_kv if config.kv_gpu_tokens is not None else int((budget - fixed.total) * KV_SHARE)
+            wanted, why = max(0, budget - fixed.total - kept), "what the budget leaves beside workspace and some KV"
+        if wanted is None or wanted >= total:
+            return WeightChoices(placement=None, why="they fit", ring=ring, bytes=WeightBytes(on_gpu=total))
+        sizes = measure_weights(skeleton, dtype.num_bytes, kinds=kinds, whole_kinds=as_stored)
+        share = STREAMED_SHARE if device.type == "cuda" else 0.0
+        in_dram = fill_placement(sizes, 0, streamed_share=share)
+        nothing = plan_sites(skeleton, in_dram, chunk_size=chunk_size, kinds=kinds)
+        least = sizes.whole + count_bytes(nothing, ring, dtype.num_bytes).ring + ALIGNMENT_BYTES * len(nothing)
+        if wanted < least:
+            raise ConfigError(
+                f"`weights_gpu_memory` {format_size(wanted)} ({why}) is too small: embedding, norms and buffers for "
+                f"weights on their way take {format_size(least)}: give at least that, or a larger `gpu_memory`"
+            )
+        placement = fill_placement(sizes, wanted - least, streamed_share=share)
+    sizes = measure_weights(skeleton, dtype.num_bytes, kinds=kinds, whole_kinds=as_stored)
+    plans = plan_sites(skeleton, placement, chunk_size=chunk_size, kinds=kinds)
+    parts = count_bytes(plans, ring, dtype.num_bytes)
+    return WeightChoices(
+        placement=placement,
+        why=why,
+        ring=ring,
+        bytes=WeightBytes(on_gpu=sizes.whole + parts.on_gpu, in_dram=parts.on_cpu + parts.streamed, ring=parts.ring),
+        parts=parts,
+        kinds=kinds,
+        auto=auto,
+    )
+
+
+def _find_kinds_for_gpu(config: EngineConfig, spec: ModelSpec) -> dict[str, str]:
+    """Matrices of a GGUF file that a GPU multiplies as they are stored, where they are divided, and their types."""
+    if config.dtype is not DTypeChoice.AUTO or config.load_format is LoadFormat.DUMMY:
+        return {}
+    return {name: kind for name, kind in find_kept(spec).items() if kind in GPU_KINDS}
+
+
+def _read_profile(device: torch.device) -> HardwareProfile:
+    """The profile of this machine.
+
+    Raises:
+        ConfigError: there is none, or it is another machine's; says how to make one.
+    """
+    topology = read_topology()
+    gpu = torch.cuda.get_device_properties(device).name if device.type == "cuda" else None
+    profile = read_profile(default_path(os.environ))
+    profile.check_machine(Machine(cpu=topology.cpu_model, cores=topology.num_usable_cores, gpu=gpu))
+    return profile
+
+
+def _choose_decode_form(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, threads: ThreadPool | None
+) -> tuple[DecodeForm, str]:
+    """How decode steps run, and the reason."""
+    if config.policy not in (PolicyName.EXACT, PolicyName.BOUNDED):
+        return DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
+    if spec.alibi_slopes is not None:
+        return DecodeForm.ORDINARY, "attention with slopes (alibi) has no other form"
+    if config.graphs is Graphs.OFF:
+        return DecodeForm.ORDINARY, "graphs are off"
+    if device.type != "cuda":
+        order, why = choose_host_order(config.block_size, threads is not None)
+        if order is not KVOrder.TILES:
+            return DecodeForm.ORDINARY, why
+        return DecodeForm.PROGRAM, "decode steps are replayed as native programs"
+    for op in ("attend_paged", "rotate_and_store"):
+        choice = choose(op, device.type)
+        if choice.name != "triton":
+            return DecodeForm.ORDINARY, f"CUDA graphs need the Triton kernel of {op}: {choice.reason}"
+    return DecodeForm.CAPTURED, "decode steps whose keys all lie on the GPU are replayed as CUDA graphs"
+
+
+def decode_buckets(config: EngineConfig) -> tuple[int, ...]:
+    return make_buckets(min(config.max_running_requests, config.max_tokens_per_step))
+
+
+def make_threads(num_threads: int, *, spin_us: int) -> ThreadPool | None:
+    """The threads of all native ops; None without the compiled module."""
+    try:
+        return ThreadPool(num_threads, spin_us=spin_us)
+    except NativeModuleError:
+        return None
+
+
+def _free_memory(device: torch.device) -> FreeMemory:
+    dram = read_memory().usable_bytes
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return FreeMemory(accelerator=free, dram=dram, is_shared=False)
+    return FreeMemory(accelerator=dram, dram=dram, is_shared=True)

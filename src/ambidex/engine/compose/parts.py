@@ -1,0 +1,216 @@
+"""Parts of the data plane, each made from the choices."""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import torch
+
+from ambidex.attention.bounded_scan import BoundedScan, WaitWritten
+from ambidex.attention.chunk_stream import MIN_STREAMED_QUERIES, ChunkStream
+from ambidex.attention.select.policy import Need
+from ambidex.attention.select.registry import make_policy
+from ambidex.attention.selective import SelectiveAttention
+from ambidex.attention.streamed import measure_stream_share, why_no_stream
+from ambidex.attention.tiered import TieredAttention
+from ambidex.core.config import EngineConfig
+from ambidex.core.errors import ConfigError
+from ambidex.core.ids import Tier
+from ambidex.core.kv_spec import KVOrder
+from ambidex.core.policy import HybridGenFeedback, PolicyName, resolve_policy
+from ambidex.core.selection import SelectionLimits, SelectionSetting
+from ambidex.engine.compose.choices import Choices, decode_buckets
+from ambidex.engine.compose.weights import Divided
+from ambidex.kernels.cpu.bounded import BoundedPool
+from ambidex.kernels.cpu.native import AttentionPool
+from ambidex.kernels.dispatch import choose
+from ambidex.models.base import CausalLM
+from ambidex.models.look_ahead import LookAhead
+from ambidex.runner.decode import DecodeForm, FixedSteps
+from ambidex.runner.device import TORCH_DTYPES, activation_dtype
+from ambidex.runner.graphs import Capture, DecodeSteps
+from ambidex.runner.programs import ProgramSteps
+from ambidex.runner.runner import Forward
+from ambidex.runner.tracing import LaneTracing
+from ambidex.sched.feedback import SelectionFeedback
+from ambidex.storage.host_memory import HostMemory
+from ambidex.storage.kv_pool import KVPool, RowKVPool
+from ambidex.storage.scan_copy import ScanCopy
+from ambidex.storage.tile_writer import TileWriter
+from ambidex.storage.tiled_pool import TiledKVPool
+
+CHOICES_PER_VERIFIED: Final = 61
+"""With --verify, one of so many choices of the bounded policy is computed again over all keys: a prime, so that each
+layer of a model comes up in turn."""
+
+
+def make_decode_steps(
+    config: EngineConfig,
+    choices: Choices,
+    model: CausalLM,
+    pools: dict[Tier, KVPool],
+    forward: Forward,
+    stream_share: float,
+    capture: Callable[[], Capture],
+    divided: Divided | None,
+    bounded: BoundedScan | None,
+) -> FixedSteps | None:
+    if choices.decode_form is DecodeForm.PROGRAM:
+        return ProgramSteps(
+            model=model,
+            spec=choices.spec,
+            forward=forward,
+            pools={tier: pool for tier, pool in pools.items() if isinstance(pool, TiledKVPool)},
+            max_rows=min(config.max_running_requests, config.max_tokens_per_step),
+            bounded=bounded,
+        )
+    if choices.decode_form is DecodeForm.ORDINARY or pools[Tier.GPU].num_blocks == 0:
+        return None
+    return DecodeSteps(
+        model=model,
+        spec=choices.spec,
+        forward=forward,
+        pools=pools,
+        buckets=decode_buckets(config),
+        max_context_len=choices.memory.max_context_len,
+        stream_share=stream_share,
+        stream_blocks=choices.stream.step_blocks if choices.stream is not None else 0,
+        follows_lanes=config.stream_percent is None,
+        capture=capture() if choices.decode_form is DecodeForm.CAPTURED else None,
+        weights=None if divided is None else divided.lanes,
+        bounded=bounded,
+    )
+
+
+def make_feedback(config: EngineConfig, max_context_len: int) -> SelectionFeedback | None:
+    """What steers the policy by measured times; None: nothing does."""
+    settings = resolve_policy(config)
+    feedback = settings.hybridgen_feedback
+    if feedback in (None, HybridGenFeedback.OFF):
+        return None
+    assert settings.min_selected_tokens is not None, "settings of hybridgen"
+    assert settings.hybridgen_mode is not None, "settings of hybridgen"
+    floor = settings.min_selected_tokens
+    given = settings.budget.tokens if settings.budget is not None else None
+    return SelectionFeedback(
+        SelectionSetting(num_selected=max(given or floor, floor), mode=settings.hybridgen_mode),
+        SelectionLimits(floor=floor, ceiling=max_context_len, may_resize=feedback is HybridGenFeedback.FULL),
+    )
+
+
+def make_bounded(
+    config: EngineConfig, choices: Choices, pools: Mapping[Tier, KVPool], min_scanned: int
+) -> BoundedScan | None:
+    """The bounded policy in its native form; None: another policy, the reference form, or no pool that it reads."""
+    settings = resolve_policy(config)
+    tiled = {tier: pool for tier, pool in pools.items() if isinstance(pool, TiledKVPool) and pool.num_blocks}
+    if not choices.bounded.is_native or not tiled or choices.threads is None:
+        return None
+    assert settings.max_dropped_mass is not None, "settings of bounded"
+    native_pool = BoundedPool(choices.threads)
+    return BoundedScan(
+        choices.spec,
+        {tier: ScanCopy(pool, native_pool) for tier, pool in tiled.items()},
+        native_pool,
+        max_mass=settings.max_dropped_mass,
+        min_blocks=min_scanned,
+        wait=WaitWritten(choices.device) if choices.device.type == "cuda" else None,
+    )
+
+
+def choose_stream_share(config: EngineConfig, choices: Choices, pools: Mapping[Tier, KVPool]) -> tuple[float, str]:
+    """Which share of the keys in DRAM the GPU reads over the link in decode steps, and why.
+
+    Raises:
+        ConfigError: a share is asked for that cannot be had.
+    """
+    reason = find_no_stream(choices, pools)
+    if reason is None and config.stream_percent != 0 and (choices.stream is None or not choices.stream.step_blocks):
+        reason = "the part of the GPU's budget that is for streamed keys holds no block of a layer"
+    dram = pools[Tier.DRAM]
+    if reason is not None or not isinstance(dram, TiledKVPool):
+        if config.stream_percent:
+            raise ConfigError(f"`stream_percent` {config.stream_percent} cannot be had, use 0: {reason}")
+        return 0.0, str(reason)
+    if config.stream_percent is not None:
+        return config.stream_percent / 100, "asked for"
+    return measure_stream_share(dram)
+
+
+def find_no_stream(choices: Choices, pools: Mapping[Tier, KVPool]) -> str | None:
+    """Why decode steps have no stream lane; None if they have one."""
+    dram = pools[Tier.DRAM]
+    if choices.device.type != "cuda":
+        return "there is no GPU that could read DRAM over a link"
+    if choices.bounded.is_native:
+        return "the bounded policy leaves keys in DRAM to the CPU, which knows what it leaves out"
+    if choices.decode_form is not DecodeForm.CAPTURED:
+        return f"decode steps are not captured: {choices.decode_form_why}"
+    if choose("attend_tiles", choices.device.type).name != "triton":
+        return choose("attend_tiles", choices.device.type).reason
+    if not isinstance(dram, TiledKVPool) or not dram.num_blocks:
+        return "no K and V lie in DRAM in tile order"
+    if not dram.is_pinned:
+        return "the driver refused to pin the DRAM tier"
+    return why_no_stream(choices.spec, choices.kv.specs)
+
+
+def make_pools(choices: Choices, memory: HostMemory) -> dict[Tier, KVPool]:
+    """The pool of each tier, in the order of its format; those in tile order share their native threads."""
+    specs, blocks = choices.kv.specs, choices.memory.num_blocks
+    is_tiled = KVOrder.TILES in {spec.order for spec in specs.values()}
+    threads = AttentionPool(choices.threads) if is_tiled and choices.threads is not None else None
+    is_pinned = choices.device.type == "cuda" and blocks[Tier.DRAM] > 0
+
+    def make(tier: Tier, device: torch.device, *, pinned: bool) -> KVPool:
+        if threads is not None and specs[tier].order is KVOrder.TILES:
+            return TiledKVPool(specs[tier], tier, blocks[tier], native=threads, pinned=pinned, memory=memory)
+        return RowKVPool(specs[tier], tier, blocks[tier], device=device, pinned=pinned, memory=memory)
+
+    return {
+        Tier.GPU: make(Tier.GPU, choices.device, pinned=False),
+        Tier.DRAM: make(Tier.DRAM, torch.device("cpu"), pinned=is_pinned),
+    }
+
+
+def make_attention(
+    choices: Choices, pools: dict[Tier, KVPool], min_streamed: int | None, trace: LaneTracing
+) -> TieredAttention:
+    """Attention over both pools, on a GPU with what carries keys and rows between DRAM and it."""
+    spec, pool, device = choices.spec, pools[Tier.DRAM], choices.device
+    if choices.stream is None or not isinstance(pool, TiledKVPool) or pool.num_blocks == 0:
+        return TieredAttention(spec, pools, wrap=trace.wrap, cpu_lane=trace.cpu_lane)
+    stream = ChunkStream(
+        pool,
+        device=device,
+        dtype=TORCH_DTYPES[activation_dtype(choices.dtype, device)],
+        scale=spec.head_dim**-0.5,
+        windows=spec.windows,
+        sizes=choices.stream,
+        min_queries=min_streamed or MIN_STREAMED_QUERIES,
+    )
+    writer = TileWriter(pool, device) if pool.is_within_reach(device) else None
+    return TieredAttention(spec, pools, wrap=trace.wrap, cpu_lane=trace.cpu_lane, stream=stream, writer=writer)
+
+
+def with_policy(
+    config: EngineConfig, choices: Choices, model: CausalLM, exact: TieredAttention
+) -> TieredAttention | SelectiveAttention:
+    """Attention whose keys a policy chooses; with `exact` the very object that attends all."""
+    settings = resolve_policy(config)
+    if settings.is_exact or choices.bounded.is_native:
+        return exact
+    formats = {choices.kv.specs[tier].dtype for tier, count in choices.memory.num_blocks.items() if count}
+    if settings.name is PolicyName.BOUNDED and len(formats) > 1:
+        raise ConfigError(
+            f"`policy` bounded needs K and V in one number format, the tiers keep them in "
+            f"{' and '.join(sorted(formats))}: leave out `kv_dtype`"
+        )
+    policy = make_policy(settings, choices.spec)
+    look_ahead = LookAhead(model, choices.spec.num_layers) if Need.LOOK_AHEAD in policy.needs else None
+    return SelectiveAttention(
+        policy,
+        choices.spec,
+        exact,
+        look_ahead=look_ahead,
+        verify_every=CHOICES_PER_VERIFIED if config.verify else 0,
+    )

@@ -1,0 +1,119 @@
+"""What the choices became, for people."""
+
+from collections.abc import Mapping
+
+from ambidex.core.config import EngineConfig
+from ambidex.core.errors import NativeModuleError
+from ambidex.core.ids import Tier
+from ambidex.engine.compose.choices import Choices
+from ambidex.engine.compose.weights import Divided
+from ambidex.engine.fallbacks import Fallbacks, note_kernels, note_memory, note_native, note_threads
+from ambidex.engine.policy_report import policy_rows
+from ambidex.engine.report import EngineReport, ReportRow
+from ambidex.engine.start_report import PoolFacts, make_report
+from ambidex.engine.weights_plan import (
+    describe_split,
+)
+from ambidex.kernels.cpu import native
+from ambidex.kernels.dispatch import find_fallbacks
+from ambidex.models.divided import (
+    DividedWeights,
+)
+from ambidex.models.quantized import describe_kept
+from ambidex.storage.kv_pool import KVPool
+
+
+def collect_fallbacks(choices: Choices, pools: Mapping[Tier, KVPool], divided: DividedWeights | None) -> Fallbacks:
+    """What this engine does without."""
+    found = Fallbacks()
+    try:
+        note_native(found, native.isa(), "")
+    except NativeModuleError as error:
+        note_native(found, None, str(error))
+    if choices.threads is not None:
+        note_threads(found, choices.num_threads, choices.threads.num_pin_failures)
+    if choices.device.type == "cuda":
+        note_kernels(found, find_fallbacks(choices.device.type))
+    pin_refusals = [reason for pool in pools.values() for reason in pool.pin_refusals]
+    if divided is not None and divided.pin_refusal is not None:
+        pin_refusals.append(f"weights: {divided.pin_refusal}")
+    page_refusals = {tier: pool.page_refusal for tier, pool in pools.items() if pool.page_refusal is not None}
+    if divided is not None and divided.page_refusal is not None:
+        page_refusals[Tier.DRAM] = divided.page_refusal
+    note_memory(found, pin_refusals, page_refusals)
+    return found
+
+
+def _weights_row(choices: Choices) -> ReportRow:
+    """In which formats matrices lie in memory."""
+    if not choices.keeps_quantized:
+        return ReportRow(section="compute", name="weights", value=choices.dtype.value, why=choices.dtype_why)
+    kept, others = describe_kept(choices.spec)
+    value = f"as stored, {kept}" if kept else ""
+    if others:
+        value += f"{'; ' if kept else ''}{others} as {choices.dtype}"
+    why = f"no native product of {others}" if others else "a CPU multiplies them where they lie"
+    return ReportRow(section="compute", name="weights", value=value, why=why)
+
+
+def _placement_rows(choices: Choices, divided: Divided | None) -> list[ReportRow]:
+    """Where weights lie, if not all on the accelerator."""
+    parts = choices.weights.parts
+    if parts is None:
+        return []
+    whole = choices.weights.bytes.on_gpu - parts.on_gpu
+    value = describe_split(parts.on_gpu + whole, parts.on_cpu, parts.streamed)
+    rows = [ReportRow(section="compute", name="weights_placed", value=value, why=choices.weights.why)]
+    if divided is not None and divided.rates is not None:
+        rates = divided.rates
+        levels = [f"{100 * level.cpu_share:.0f} % at {level.most_tokens}" for level in divided.lanes.levels[:-1]]
+        cpu = ", ".join(f"{rate / 1e9:.0f} at {num}" for num, rate in rates.cpu.items())
+        rows.append(
+            ReportRow(
+                section="compute",
+                name="weights_cpu_share",
+                value=f"of the CPU's part it multiplies {', '.join(levels)} tokens a step; the rest goes over the link",
+                why=f"the link brings {rates.link / 1e9:.1f} GB/s, the CPU multiplies {cpu} tokens (GB/s)",
+            )
+        )
+    return rows
+
+
+def describe(
+    config: EngineConfig,
+    choices: Choices,
+    pools: Mapping[Tier, KVPool],
+    divided: Divided | None,
+    *,
+    stream: tuple[float, str],
+    fallbacks: Fallbacks,
+) -> EngineReport:
+    is_cuda = choices.device.type == "cuda"
+    return make_report(
+        config,
+        model_name=choices.source.name,
+        spec=choices.spec,
+        compute=[
+            ReportRow(section="compute", name="device", value=str(choices.device)),
+            ReportRow(section="compute", name="dtype", value=choices.dtype.value, why=choices.dtype_why),
+            _weights_row(choices),
+            *_placement_rows(choices, divided),
+            *(choices.weights.auto.rows() if choices.weights.auto is not None else ()),
+            ReportRow(section="compute", name="threads", value=str(choices.num_threads)),
+            ReportRow(section="compute", name="decode", value=choices.decode_form.value, why=choices.decode_form_why),
+            *policy_rows(config, choices.bounded),
+            ReportRow(section="compute", name="stream_share", value=f"{stream[0]:.2f} of keys in DRAM", why=stream[1]),
+        ],
+        kv=choices.kv,
+        memory=choices.memory,
+        pools={
+            tier: PoolFacts(
+                num_blocks=pool.num_blocks,
+                num_bytes=pool.num_bytes,
+                device=str(pool.device),
+                is_pinned=pool.is_pinned if is_cuda and tier is Tier.DRAM else None,
+            )
+            for tier, pool in pools.items()
+        },
+        fallbacks=fallbacks.rows,
+    )

@@ -1,0 +1,208 @@
+"""The composition root: settings → every object, by hand and in order. Only this package sees both planes."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ambidex.attention.bounded_scan import MIN_SCANNED_BLOCKS
+from ambidex.core.config import EngineConfig
+from ambidex.core.ids import Tier
+from ambidex.core.model_spec import ModelSpec
+from ambidex.core.regions import Regions
+from ambidex.engine.compose.choices import Choices, make_choices
+from ambidex.engine.compose.parts import (
+    choose_stream_share,
+    make_attention,
+    make_bounded,
+    make_decode_steps,
+    make_feedback,
+    make_pools,
+    with_policy,
+)
+from ambidex.engine.compose.report import collect_fallbacks, describe
+from ambidex.engine.compose.weights import Progress, load_model
+from ambidex.engine.core import EngineCore
+from ambidex.engine.engine import Engine
+from ambidex.engine.executor import Executor
+from ambidex.engine.report import EngineFigures
+from ambidex.engine.text_side import TextFacts, TextSide, make_chat_template, model_path
+from ambidex.engine.trace_file import open_tracer
+from ambidex.engine.traced import TracedCore
+from ambidex.hw.profile import HardwareProfile
+from ambidex.kv.manager import KVManager
+from ambidex.kv.prefix_cache import PrefixCacheLimits
+from ambidex.mlp.split_site import Level
+from ambidex.models.divided import (
+    RingSizes,
+)
+from ambidex.runner.decode import DecodeForm
+from ambidex.runner.graphs import Capture, CudaCapture
+from ambidex.runner.runner import Forward, ModelRunner, call_model
+from ambidex.runner.sampler import Sampler
+from ambidex.runner.torch_threads import TorchThreads
+from ambidex.runner.tracing import trace_lanes
+from ambidex.runner.verified import VerifiedExecutor
+from ambidex.sched.scheduler import Scheduler
+from ambidex.storage.checksums import BlockChecksums, VerifiedCopy
+from ambidex.storage.copy import CopyBlock, CopyEngine, copy_block
+from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
+from ambidex.text.guided import GuideCompiler
+from ambidex.text.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def build_engine(
+    config: EngineConfig,
+    *,
+    progress: Progress | None = None,
+    forward: Forward = call_model,
+    copy: CopyBlock = copy_block,
+    decode_form: DecodeForm | None = None,
+    capture: Callable[[], Capture] = CudaCapture,
+    min_streamed: int | None = None,
+    weight_ring: RingSizes | None = None,
+    cpu_levels: Sequence[Level] | None = None,
+    min_scanned: int = MIN_SCANNED_BLOCKS,
+    host_memory: HostMemory = HOST_MEMORY,
+    profile: HardwareProfile | None = None,
+    dummy_kind: str | None = None,
+) -> Engine:
+    """Load a model and make it ready to answer.
+
+    Args:
+        progress: called with (bytes read, bytes in all) while weights load.
+        forward, copy: how the model is called and how a block is copied; a test hands in ones that fail.
+        decode_form: how decode steps run; None: as the configuration and the device have it.
+        capture: makes what captures them, if they are captured; a test hands in one that needs no GPU.
+        min_streamed: queries from which the stream lane reads keys in DRAM; None: as `ChunkStream` has it on a GPU, and
+            none on a CPU, which is where a test hands in a number.
+        weight_ring: buffers through which weights travel; None: sized by the accelerator's budget.
+        cpu_levels: what the CPU multiplies of its part of the weights in steps of each size; None: on a GPU as
+            measured, on a CPU all of it.
+        min_scanned: whole blocks of a request from which the bounded policy scans its keys.
+        host_memory: who is asked for pinned memory and huge pages; a test hands in one that refuses.
+        dummy_kind: GGUF type, one that a GPU multiplies, of the divided matrices of dummy weights; None: plain numbers.
+        profile: of the machine, for `placement` auto; None: the one that `ambidex calibrate` wrote.
+    Raises:
+        ConfigError, ModelError: the settings or the model cannot be used.
+        MachineError: the machine has not what they need.
+    """
+    tracer = open_tracer(config.trace)
+    choices = make_choices(
+        config,
+        decode_form,
+        streams_chunks=min_streamed is not None,
+        weight_ring=weight_ring,
+        profile=profile,
+        dummy_kind=dummy_kind,
+    )
+    tokenizer = load_tokenizer(choices.source)
+    eos_ids = _eos_ids(choices.spec, tokenizer)
+    torch.set_num_threads(choices.num_threads)
+    model, divided = load_model(config, choices, progress, host_memory, cpu_levels)
+    pools = make_pools(choices, host_memory)
+    fallbacks = collect_fallbacks(choices, pools, None if divided is None else divided.weights)
+    kv_manager = KVManager(
+        choices.memory.num_blocks,
+        Regions(
+            block_size=config.block_size, num_sink_tokens=config.num_sink_tokens, recent_window=config.recent_window
+        ),
+        PrefixCacheLimits(max_idle_percent=config.prefix_cache_percent or 0, identity=_cache_identity(choices)),
+    )
+    scheduler = Scheduler(
+        kv_manager,
+        max_tokens_per_step=config.max_tokens_per_step,
+        max_running_requests=config.max_running_requests,
+        max_context_len=choices.memory.max_context_len,
+        seed=config.seed,
+        feedback=make_feedback(config, choices.memory.max_context_len),
+    )
+    stream_share, stream_why = choose_stream_share(config, choices, pools)
+    bounded = make_bounded(config, choices, pools, min_scanned)
+    checksums = BlockChecksums(pools[Tier.DRAM]) if config.verify else None
+    trace = trace_lanes(tracer, choices.device, copy if checksums is None else VerifiedCopy(copy, checksums))
+    runner = ModelRunner(
+        model=model,
+        attention=with_policy(config, choices, model, make_attention(choices, pools, min_streamed, trace)),
+        sampler=Sampler(vocab_size=choices.spec.vocab_size, device=choices.device),
+        copies=CopyEngine(pools, copy=trace.copy),
+        device=choices.device,
+        forward=forward,
+        decode_steps=make_decode_steps(config, choices, model, pools, forward, stream_share, capture, divided, bounded),
+        torch_threads=TorchThreads(choices.num_threads)
+        if choices.device.type == "cpu" and choices.threads is not None
+        else None,
+        tracer=tracer,
+        device_clock=trace.device_clock,
+        bounded=bounded,
+    )
+
+    def kv_bytes() -> dict[Tier, int]:
+        return {
+            tier: (usage.used + usage.in_flight) * choices.kv.specs[tier].bytes_per_block
+            for tier, usage in kv_manager.usage().items()
+        }
+
+    def cached_bytes() -> dict[Tier, int]:
+        return {
+            tier: usage.cached * choices.kv.specs[tier].bytes_per_block for tier, usage in kv_manager.usage().items()
+        }
+
+    executor: Executor = (
+        runner if checksums is None else VerifiedExecutor(runner.execute, checksums, device=choices.device)
+    )
+    core = (
+        EngineCore(scheduler=scheduler, executor=executor, launch=runner.launch if checksums is None else None)
+        if not tracer.is_on
+        else TracedCore(scheduler=scheduler, executor=executor, tracer=tracer, kv_bytes=kv_bytes)
+    )
+    core.stats.fallbacks.update(fallbacks.counts)
+    return Engine(
+        core=core,
+        text=TextSide(
+            TextFacts(
+                model_path=model_path(choices.source),
+                max_context_len=choices.memory.max_context_len,
+                vocab_size=choices.spec.vocab_size,
+                eos_ids=eos_ids,
+            ),
+            tokenizer,
+            make_chat_template(config.chat_template, tokenizer),
+        ),
+        guides=GuideCompiler(tokenizer, vocab_size=choices.spec.vocab_size, eos_ids=eos_ids),
+        report=describe(config, choices, pools, divided, stream=(stream_share, stream_why), fallbacks=fallbacks),
+        figures=EngineFigures(
+            spec=choices.spec,
+            device=str(choices.device),
+            dtype=choices.dtype,
+            keeps_quantized=choices.keeps_quantized,
+            num_threads=choices.num_threads,
+            kv=choices.kv.specs,
+            num_blocks=choices.memory.num_blocks,
+            ledger=choices.memory.ledger,
+        ),
+        kv_bytes=kv_bytes,
+        cached_bytes=cached_bytes,
+        kv_capacity={tier: pool.num_bytes for tier, pool in pools.items()},
+        weights_bytes={
+            tier: sum(entry.num_bytes for entry in choices.memory.ledger.entries(tier) if entry.owner == "weights")
+            for tier in pools
+        },
+        predict_step=choices.weights.auto.predict_step_s if choices.weights.auto is not None else None,
+    )
+
+
+def _cache_identity(choices: Choices) -> str:
+    """All that K and V depend on beside the tokens, as text."""
+    return repr((choices.source.name, choices.spec, choices.dtype, sorted(choices.kv.specs.items())))
+
+
+def _eos_ids(spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids that end an answer; those that the model cannot choose are left out, with a warning."""
+    named = frozenset(spec.eos_ids) | frozenset(tokenizer.eos_ids)
+    impossible = {token_id for token_id in named if token_id >= spec.vocab_size}
+    if impossible:
+        logger.warning("end-of-text ids %s lie outside the vocabulary of %d", sorted(impossible), spec.vocab_size)
+    return named - impossible
