@@ -180,7 +180,11 @@ def measure_batch(folder: Path, batch: int, args: argparse.Namespace, rates: Any
         engine.core.scheduler.abort(request.request_id)
     while engine.has_work:  # the executor hears of it
         engine.core.step()
-    facts = {row.name: f"{row.value} ({row.why})" for row in engine.report.facts if row.name.startswith("weights_")}
+    facts = {  # without the folder of the placement file, which is this machine's
+        row.name: f"{row.value} ({row.why.replace(str(Path(tempfile.gettempdir())), '')})"
+        for row in engine.report.facts
+        if row.name.startswith("weights_")
+    }
     return {
         "batch": batch,
         "step_s": took.record(),

@@ -10,8 +10,7 @@ from ambidex import LLM, SamplingParams
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import NativeModuleError
 from ambidex.core.ids import Tier
-from ambidex.engine import build
-from ambidex.engine.compose import build_engine
+from ambidex.engine.compose import build_engine, choices
 from ambidex.formats.locate import find_model
 from ambidex.formats.spec import read_spec
 from ambidex.kernels.cpu import native
@@ -104,7 +103,7 @@ def test_without_the_compiled_module_weights_are_dequantised(monkeypatch: pytest
     def fail(*_arguments: object, **_settings: object) -> None:
         raise NativeModuleError("not there")
 
-    monkeypatch.setattr(build, "ThreadPool", fail)
+    monkeypatch.setattr(choices, "ThreadPool", fail)
     with LLM("smollm2", max_context_len=256) as llm:
         assert llm.report.value("compute", "weights") == "fp32"
 
