@@ -1,6 +1,7 @@
 """The engine's process: killed, stopped, failing; and what becomes of the requests that it had."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -152,7 +153,7 @@ def test_process_that_says_nothing_is_killed_and_built_anew(folder: Path) -> Non
 class LostEngine:
     """An engine that has failed."""
 
-    fault: AmbidexError
+    fault: AmbidexError | None
     is_closed: bool = False
 
     async def close(self) -> None:
@@ -178,6 +179,29 @@ def test_restarts_in_a_row_are_counted_out(is_built: bool) -> None:
 
     service = asyncio.run(main())
     assert (service.state, service.num_restarts, str(service.error)) == ("failed", 3, "lost 3")
+
+
+def test_error_of_an_engine_that_was_mended_is_forgotten() -> None:
+    """A server that had built its engine anew ended with exit code 1 and the error of the first one."""
+    engines: list[LostEngine] = []
+
+    async def start(_progress: object) -> Any:
+        engines.append(LostEngine(EngineLostError("lost") if not engines else None))
+        return engines[-1]
+
+    async def main() -> EngineService:
+        service = EngineService(start, stall_s=60)
+        running = asyncio.create_task(service.run())
+        async with asyncio.timeout(30):
+            while len(engines) < 2 or service.state != "ready":
+                await asyncio.sleep(0.01)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        return service
+
+    service = asyncio.run(main())
+    assert (service.num_restarts, service.error) == (1, None)
 
 
 def test_engine_that_is_lost_at_the_first_start_ends_the_server() -> None:

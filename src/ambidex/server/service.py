@@ -182,7 +182,7 @@ class EngineService:
             if not isinstance(error, AmbidexError):
                 logger.exception("the engine could not be built")
             return False
-        self._state = EngineState.READY
+        self._state, self.error = EngineState.READY, None  # what ended an engine before is mended
         logger.info("the model is ready after %.1f s", time.monotonic() - self._starts[-1])
         while llm.fault is None:
             await asyncio.sleep(POLL_S)
