@@ -261,7 +261,9 @@ async def measure(args: argparse.Namespace, pid: int, port: int) -> dict[str, An
         "resident_bytes_early": early,
         "resident_bytes_late": late,
         "resident_drift": round(late / early - 1, 4),
-        "resident_grown_bytes": dict(sorted(grown.items(), key=lambda item: -item[1])[:5]),
+        "resident_grown_bytes": {  # names of files without their folders, which are this machine's
+            Path(name).name: size for name, size in sorted(grown.items(), key=lambda item: -item[1])[:5]
+        },
     }
 
 

@@ -22,8 +22,8 @@ namespace ambidex::AMBIDEX_ISA {
 constexpr std::size_t kPieceTokens = 64;
 constexpr std::size_t kPieceUnits = kPieceTokens / 16;
 // Every line is fetched by software, into the second cache early and into the first shortly before. Measured on Xeon with
-// AMX, bf16, 4 heads, 8 threads: 79 GB/s; 66 with the first cache alone, 4 KiB ahead; 60 with the processor's own
-// prefetcher. 15 threads: 121, 108, 87. Distances of 8 to 24 KiB and 1 to 4 KiB differ by less than the runs.
+// AMX, bf16, 4 heads, 8 threads: 78 GB/s; 67 with the first cache alone, 4 KiB ahead; 62 with the processor's own
+// prefetcher. 15 threads: 120, 110, 87. Distances of 8 to 24 KiB and 1 to 4 KiB differ by less than the runs.
 constexpr std::size_t kFarBytes = 16384;
 constexpr std::size_t kNearBytes = 1024;
 constexpr std::size_t kMaxColumns = 64;  // 16 dims each: head_dim up to 1024

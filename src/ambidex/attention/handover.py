@@ -6,7 +6,6 @@
 The same buffers serve every layer: the accelerator sends the next queries only after it has read the last answer.
 """
 
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
@@ -23,7 +22,7 @@ from ambidex.kernels.cpu.native import WORD_STRIDE, AttentionScript, KeyBatch
 from ambidex.kernels.cuda.pinned_view import view_on_gpu
 from ambidex.storage.lane_thread import beside
 from ambidex.storage.tiled_pool import TiledKVPool
-from ambidex.storage.words import WAIT_LIMIT_S, HostWords, StreamWords, Words
+from ambidex.storage.words import WAIT_LIMIT_S, HostWords, StepFence, StreamWords, Words
 
 
 class Handover:
@@ -66,7 +65,7 @@ class Handover:
         self.figures = self.out_norms = torch.empty(0)
         """What the bounded op left out of the last step, [L, B, Hq, NUM_FIGURES]; lengths of answers, [L, B, Hq]."""
         self._scanned: Sequence[KeyBatch] = ()
-        self._launched = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # torch has no types here
+        self._fence = StepFence(is_cuda=is_cuda)
         self._script = AttentionScript(pool.native, *self._flags)
         self._layers = [
             AttentionScript(pool.native, *self._flags[:, layer_idx : layer_idx + 1])
@@ -130,19 +129,14 @@ class Handover:
         """Make ready for a step.
 
         Raises:
-            LaneError: the accelerator has not come to the end of the last step in time: its waits would never end if
-                the words became 0.
+            LaneError: the accelerator has not come to the end of the last step in time.
         """
-        end = time.monotonic() + WAIT_LIMIT_S
-        while self._launched is not None and not self._launched.query():  # type: ignore[no-untyped-call]  # torch has no types here
-            if time.monotonic() > end:
-                raise LaneError(f"the accelerator did not end its last step within {WAIT_LIMIT_S:.0f} s")
+        self._fence.wait(WAIT_LIMIT_S)
         self._host_flags[:] = 0
 
     def mark_launched(self) -> None:
         """Say that a whole step has been launched."""
-        if self._launched is not None:
-            self._launched.record()
+        self._fence.mark()
 
     def answer(self, batches: Sequence[KeyBatch]) -> None:
         """Do the CPU lane's part of a step that was launched, in the calling thread.

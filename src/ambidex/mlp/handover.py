@@ -21,7 +21,7 @@ from ambidex.kernels.cpu.native import WORD_STRIDE
 from ambidex.kernels.cpu.recorded import Arena, Program, Recording
 from ambidex.kernels.cuda.pinned_view import view_on_gpu
 from ambidex.mlp.host_lane import Answer, HostSide
-from ambidex.storage.words import WAIT_LIMIT_S, HostWords, StreamWords, Words
+from ambidex.storage.words import WAIT_LIMIT_S, HostWords, StepFence, StreamWords, Words
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class WeightHandover:
         # [asked or answered, places, words of a cache line]
         self._flags = torch.zeros(2, len(sides), WORD_STRIDE, dtype=torch.int32, pin_memory=is_cuda)
         self._host_flags = self._flags.numpy()  # the same memory
-        self._launched = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # torch has no types here
+        self._fence = StepFence(is_cuda=is_cuda)
         self._arena = arena
         self._programs: list[Program | None] = [None] * len(sides)
 
@@ -77,19 +77,14 @@ class WeightHandover:
         """Make ready for a step.
 
         Raises:
-            LaneError: the accelerator has not come to the end of the last step in time: its waits would never end if
-                the words became 0.
+            LaneError: the accelerator has not come to the end of the last step in time.
         """
-        end = time.monotonic() + WAIT_LIMIT_S
-        while self._launched is not None and not self._launched.query():  # type: ignore[no-untyped-call]  # torch has no types here
-            if time.monotonic() > end:
-                raise LaneError(f"the accelerator did not end its last step within {WAIT_LIMIT_S:.0f} s")
+        self._fence.wait(WAIT_LIMIT_S)
         self._host_flags[:] = 0
 
     def mark_launched(self) -> None:
         """Say that a whole step has been launched."""
-        if self._launched is not None:
-            self._launched.record()
+        self._fence.mark()
 
     def answer(self, place: int) -> None:
         """Do the CPU's part of a place of a step, in the calling thread, within `torch.inference_mode`.

@@ -3,6 +3,7 @@
 import time
 from typing import Final, Protocol
 
+import torch
 from torch import Tensor
 
 from ambidex.core.errors import LaneError
@@ -23,6 +24,33 @@ class Words(Protocol):
     def wait(self, word: Tensor) -> None:
         """Let what is launched next wait until the word is 1."""
         ...
+
+
+class StepFence:
+    """Where the accelerator's last launched step ends: its words may become 0 again only behind that.
+
+    Args:
+        is_cuda: steps are launched; else they run in the caller's thread and have ended when they return.
+    """
+
+    def __init__(self, *, is_cuda: bool) -> None:
+        self._launched = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # torch has no types here
+
+    def mark(self) -> None:
+        """Say that a whole step has been launched."""
+        if self._launched is not None:
+            self._launched.record()
+
+    def wait(self, limit_s: float) -> None:
+        """Return when the step has ended.
+
+        Raises:
+            LaneError: not in time: its waits would never end if their words became 0.
+        """
+        end = time.monotonic() + limit_s
+        while self._launched is not None and not self._launched.query():  # type: ignore[no-untyped-call]  # likewise
+            if time.monotonic() > end:
+                raise LaneError(f"the accelerator did not end its last step within {limit_s:.0f} s")
 
 
 class StreamWords:

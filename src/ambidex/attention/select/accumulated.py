@@ -5,6 +5,9 @@ from torch import Tensor
 
 from ambidex.attention.select.policy import (
     DecodeRow,
+    Need,
+    Policy,
+    PolicyRequest,
     PromptRows,
     Selection,
     Selector,
@@ -12,6 +15,26 @@ from ambidex.attention.select.policy import (
     sum_groups,
     top_mask,
 )
+from ambidex.core.model_spec import ModelSpec
+from ambidex.core.policy import PolicySettings
+
+
+class BudgetPolicy(Policy):
+    """A policy that keeps so many keys, a percentage of which are the newest."""
+
+    needs = frozenset({Need.PROMPT, Need.PROBS})
+
+    def __init__(self, settings: PolicySettings, spec: ModelSpec) -> None:
+        super().__init__(settings, spec)
+        assert settings.budget is not None, f"{settings.name} has a budget"
+        assert settings.recent_percent is not None, f"{settings.name} has recent keys"
+        self._budget = settings.budget
+        self._recent_percent = settings.recent_percent
+
+    def _divide(self, request: PolicyRequest) -> tuple[int, int]:
+        """Keys that a request keeps in all, and how many of them are the newest."""
+        budget = self._budget.of(request.num_prompt_tokens)
+        return budget, budget * self._recent_percent // 100
 
 
 class Accumulated(Selector):

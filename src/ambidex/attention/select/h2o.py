@@ -20,11 +20,9 @@ scores: the earlier key wins. Positions are the original ones, as in both progra
 import torch
 from torch import Tensor
 
-from ambidex.attention.select.accumulated import Accumulated, NewestAndBest
+from ambidex.attention.select.accumulated import Accumulated, BudgetPolicy, NewestAndBest
 from ambidex.attention.select.policy import (
     DecodeRow,
-    Need,
-    Policy,
     PolicyRequest,
     Selection,
     Selector,
@@ -35,24 +33,18 @@ from ambidex.core.model_spec import ModelSpec
 from ambidex.core.policy import H2OForm, PolicySettings
 
 
-class H2O(Policy):
+class H2O(BudgetPolicy):
     """Largest accumulated probabilities and the newest keys."""
-
-    needs = frozenset({Need.PROMPT, Need.PROBS})
 
     def __init__(self, settings: PolicySettings, spec: ModelSpec) -> None:
         super().__init__(settings, spec)
-        assert settings.budget is not None, "h2o has a budget"
-        assert settings.recent_percent is not None, "h2o has recent keys"
-        self._budget = settings.budget
-        self._recent_percent = settings.recent_percent
         self._form = settings.h2o_form
 
     def open(self, request: PolicyRequest, layer_idx: int) -> Selector:
         del layer_idx
-        budget = self._budget.of(request.num_prompt_tokens)
+        budget, num_recent = self._divide(request)
         if self._form is H2OForm.DROP:
-            return NewestAndBest(self.spec.num_kv_heads, budget, num_recent=budget * self._recent_percent // 100)
+            return NewestAndBest(self.spec.num_kv_heads, budget, num_recent=num_recent)
         return _FlexGenPort(self.spec.num_kv_heads, half=budget // 2)
 
 

@@ -19,37 +19,31 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ambidex.attention.select.accumulated import NewestAndBest
-from ambidex.attention.select.policy import Need, Policy, PolicyRequest, Selector
+from ambidex.attention.select.accumulated import BudgetPolicy, NewestAndBest
+from ambidex.attention.select.policy import PolicyRequest, Selector
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.policy import PolicySettings
 
 TAU_STEP_WITHOUT_LIMIT: Final = 0.01
 
 
-class Keyformer(Policy):
+class Keyformer(BudgetPolicy):
     """Largest accumulated noisy probabilities and the newest keys."""
-
-    needs = frozenset({Need.PROMPT, Need.PROBS})
 
     def __init__(self, settings: PolicySettings, spec: ModelSpec) -> None:
         super().__init__(settings, spec)
-        assert settings.budget is not None, "keyformer has a budget"
-        assert settings.recent_percent is not None, "keyformer has recent keys"
         assert settings.tau_start is not None, "keyformer has a temperature"
         assert settings.tau_end is not None, "keyformer has a temperature"
-        self._budget = settings.budget
-        self._recent_percent = settings.recent_percent
         self._tau = (settings.tau_start, settings.tau_end)
 
     def open(self, request: PolicyRequest, layer_idx: int) -> Selector:
-        budget = self._budget.of(request.num_prompt_tokens)
+        budget, num_recent = self._divide(request)
         first, last = self._tau
         limit = request.max_output_tokens
         return _Noisy(
             self.spec.num_kv_heads,
             budget,
-            num_recent=budget * self._recent_percent // 100,
+            num_recent=num_recent,
             num_prompt=request.num_prompt_tokens,
             tau=first,
             tau_step=(last - first) / limit if limit is not None else TAU_STEP_WITHOUT_LIMIT,

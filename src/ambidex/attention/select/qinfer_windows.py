@@ -16,37 +16,23 @@ it.
 import torch
 from torch import Tensor
 
-from ambidex.attention.select.accumulated import Accumulated
+from ambidex.attention.select.accumulated import Accumulated, BudgetPolicy
 from ambidex.attention.select.policy import (
     DecodeRow,
-    Need,
-    Policy,
     PolicyRequest,
     Selection,
     Selector,
     pad_keys,
     top_mask,
 )
-from ambidex.core.model_spec import ModelSpec
-from ambidex.core.policy import PolicySettings
 
 
-class QInferWindows(Policy):
+class QInferWindows(BudgetPolicy):
     """A window of the best keys and one of the newest."""
-
-    needs = frozenset({Need.PROMPT, Need.PROBS})
-
-    def __init__(self, settings: PolicySettings, spec: ModelSpec) -> None:
-        super().__init__(settings, spec)
-        assert settings.budget is not None, "qinfer_windows has a budget"
-        assert settings.recent_percent is not None, "qinfer_windows has recent keys"
-        self._budget = settings.budget
-        self._recent_percent = settings.recent_percent
 
     def open(self, request: PolicyRequest, layer_idx: int) -> Selector:
         del layer_idx
-        budget = self._budget.of(request.num_prompt_tokens)
-        num_recent = budget * self._recent_percent // 100
+        budget, num_recent = self._divide(request)
         num_best = budget - num_recent
         return _TwoWindows(self.spec.num_kv_heads, num_best=num_best + num_best // 2, num_recent=num_recent)
 
