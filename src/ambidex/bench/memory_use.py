@@ -35,6 +35,15 @@ class MemoryUse:
             "gpu_predicted_bytes": self.gpu_predicted,
         }
 
+    def words(self) -> str:
+        """For people: what was taken at most, over what the ledger promised."""
+        pairs = {"host": (self.host_peak, self.host_predicted), "GPU": (self.gpu_peak, self.gpu_predicted)}
+        return "memory: " + "; ".join(
+            f"{place} {peak / 2**30:.2f} GiB at most, {predicted / 2**30:.2f} in the ledger ({peak / predicted:.3f})"
+            for place, (peak, predicted) in pairs.items()
+            if peak is not None and predicted
+        )
+
 
 class MemoryWatch:
     """Made before the engine is built; told when it is ready.
