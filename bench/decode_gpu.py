@@ -246,6 +246,7 @@ def forget_probes(watch: MemoryWatch) -> None:
     """Buffers that rates were measured with are none of the engine's: peaks count from here on."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+        torch._C._host_emptyCache()  # pinned buffers; what torch offers for it
         torch.cuda.reset_peak_memory_stats()
     watch.engine_is_ready()
 
