@@ -102,11 +102,17 @@ def make_problem(request: PlanRequest, coefficients: Coefficients | None = None)
         gpu_bytes=budget,
         gpu_fixed_bytes=fixed,
         least_kv_bytes=0 if most_batch == workload.batch else most_batch * LEAST_GPU_BLOCKS * gpu_kv.bytes_per_block,
-        ring_bytes=min(RING_BYTES, int(RING_SHARE * budget)) if gpu is not None else 0,
+        ring_bytes=_ring_bytes(request, budget) if gpu is not None else 0,
         dram_bytes=request.dram_bytes if gpu is not None else None,
         is_head_whole=spec.tie_embeddings,
         pins=request.pins,
     )  # fmt: skip
+
+
+def _ring_bytes(request: PlanRequest, budget: int) -> int:
+    """Of chunks, which have as many numbers whatever their format."""
+    share = request.weights.number_bytes / request.dtype.num_bytes
+    return int(share * min(RING_BYTES, RING_SHARE * budget))
 
 
 def make_plan(request: PlanRequest) -> Plan:
