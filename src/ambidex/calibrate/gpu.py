@@ -16,7 +16,7 @@ from ambidex.kernels.cpu.quantized import GROUP_ROWS, QuantizedMatrix, Weight, p
 from ambidex.kernels.linear import LinearContext, LinearOp
 
 TORCH_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-TOKENS: Final = (1, 8, 64, 512, 4096)
+TOKENS: Final = (1, 8, 16, 32, 64, 128, 512, 4096)
 MANY_TOKENS: Final = 512
 """From so many tokens on a quarter of the weights is enough: operations take the time."""
 WIDTH: Final = 8192
@@ -38,7 +38,7 @@ BLOCK_SIZE: Final = 64
 
 
 def measure_products(device: torch.device, kind: str) -> list[tuple[int, float]]:
-    """Bytes of weights/s of products, by tokens.
+    """Bytes of weights/s of products, by tokens: of few in a captured step, as decode is, of many launched one by one.
 
     Args:
         kind: `fp32`, `bf16`, `fp16`, or a quantised format that the GPU multiplies as it is stored, with a bf16 x.
@@ -56,7 +56,8 @@ def measure_products(device: torch.device, kind: str) -> list[tuple[int, float]]
                 op(x, [weight], [None])
 
         num_bytes = sum(weight.data.nbytes for weight in some)
-        points.append((num_tokens, num_bytes / _device_seconds(device, run)))
+        seconds = _device_seconds(device, run if num_tokens >= MANY_TOKENS else _capture(device, run))
+        points.append((num_tokens, num_bytes / seconds))
     return points
 
 
@@ -98,14 +99,7 @@ def measure_layer(device: torch.device) -> float:
         for _ in range(NUM_LAYERS * NODES_OF_LAYER):
             x.add_(1.0)
 
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types here
-    with torch.cuda.stream(stream):
-        launch()  # a first call may allocate, which a capture must not
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        launch()
-    return _device_seconds(device, graph.replay) / NUM_LAYERS
+    return _device_seconds(device, _capture(device, launch)) / NUM_LAYERS
 
 
 def measure_copies(device: torch.device) -> tuple[float, float]:
@@ -152,6 +146,18 @@ def measure_handover(device: torch.device, threads: ThreadPool) -> float:
         torch.cuda.current_stream(device).synchronize()
 
     return Quantiles.of(measure_seconds(run, num_warmups=20, num_runs=200)).median
+
+
+def _capture(device: torch.device, launch: Callable[[], object]) -> Callable[[], object]:
+    """What replays a call as a graph, whose launches cost the host nothing."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types here
+    with torch.cuda.stream(stream):
+        launch()  # a first call may allocate or compile, which a capture must not
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        launch()
+    return graph.replay
 
 
 def _device_seconds(device: torch.device, run: Callable[[], object]) -> float:

@@ -182,7 +182,9 @@ def _describe_gpu(bench: Bench) -> dict[str, Any]:
 
 
 _BY_FORMAT: Final[Mapping[str, Callable[[Bench, str], Any]]] = {
-    "CPU products ": lambda bench, kind: cpu.measure_products(bench.threads, kind, bench.buffer),
+    "CPU products ": lambda bench, kind: cpu.measure_products(
+        bench.threads, kind, bench.buffer, is_lane=bench.device is not None
+    ),
     "CPU attention ": lambda bench, kind: cpu.measure_attention(bench.threads, kind, bench.buffer),
     "GPU products ": lambda bench, kind: gpu.measure_products(_device(bench), kind),
 }

@@ -11,7 +11,7 @@ from ambidex.core.model_spec import ModelSpec
 from ambidex.core.placement import Placement
 from ambidex.core.units import format_size
 from ambidex.cost.step import predict_step
-from ambidex.cost.units import make_units
+from ambidex.cost.units import BLOCK_SIZE, kv_specs, make_units, most_streamed
 from ambidex.cost.weights import ModelWeights, Residence, count_weights
 from ambidex.cost.workload import KVShares, Workload
 from ambidex.engine.report import ReportRow
@@ -34,6 +34,8 @@ class Budgets:
     dram: int
     gpu_fixed: int
     ring: int
+    stream_blocks: int
+    """Of keys of one layer and all requests, on their way in a decode step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +122,12 @@ def solve_weights(
             gpu_fixed_bytes=weights.other_bytes + budgets.gpu_fixed,
             ring_bytes=int(budgets.ring * weights.number_bytes / dtype.num_bytes),
             dram_bytes=budgets.dram if profile.gpu is not None else None,
+            most_kv_streamed=most_streamed(
+                spec,
+                *kv_specs(spec, dtype=dtype, kv_dtype=kv_dtype),
+                step_blocks=budgets.stream_blocks * config.block_size // BLOCK_SIZE,
+                num_blocks=batch * -(-context // BLOCK_SIZE),
+            ),
             is_head_whole=spec.tie_embeddings,
             pins=_pinned_keys(config, batch * context),
         )

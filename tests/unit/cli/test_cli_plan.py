@@ -98,7 +98,8 @@ def test_a_quantised_file_is_planned_with_the_bytes_that_the_loader_takes(tmp_pa
     for kind in ("Q4_0", "Q8_0", "Q4_K"):
         path = tmp_path / f"{kind}.gguf"
         spec = make_file(path, {"token_embd": "F16"}, kind)
-        found = plans[kind] = plan_of(path, "--gpu", "rtx4090", "--pin", "mlp=gpu:0.5,cpu:0.5", "--context", "256")
+        pins = [word for pin in ("mlp=gpu:0.5,cpu:0.5", "attention=gpu", "head=gpu") for word in ("--pin", pin)]
+        found = plans[kind] = plan_of(path, "--gpu", "rtx4090", *pins, "--context", "256")
         model = build_model(spec, device=META, dtype=torch.float16, activation_dtype=torch.float16)
         kinds = {name: kind for name, kind in find_kept(spec).items() if kind in GPU_WEIGHT_KINDS}
         taken = measure_weights(model, 2, kinds=kinds)

@@ -170,6 +170,7 @@ def make_choices(
         config, spec, dtype, device, kv, keeps_quantized=keeps, free=free, fixed=fixed, ring=weight_ring,
         profile=profile,
         dummy_kind=dummy_kind,
+        stream_blocks=stream.step_blocks if stream is not None else 0,
     )  # fmt: skip
     if weights.placement is not None:
         check_placement(config, looks_ahead=Need.LOOK_AHEAD in policy.needs, placement=weights.placement)
@@ -213,6 +214,7 @@ def _choose_weights(
     ring: RingSizes | None,
     profile: HardwareProfile | None,
     dummy_kind: str | None,
+    stream_blocks: int,
 ) -> WeightChoices:
     """Where weights lie: as a file or the solver says, or what fits on the accelerator there and the rest in DRAM.
 
@@ -248,6 +250,7 @@ def _choose_weights(
                 dram=config.dram_memory if config.dram_memory is not None else free.dram,
                 gpu_fixed=fixed.total + num_parts * ALIGNMENT_BYTES,
                 ring=ring.num_slots * ring.chunk_bytes,
+                stream_blocks=stream_blocks,
             ),
             residence=_find_residence(device, has_kinds=bool(kinds), is_whole=profile.gpu is None),
             kind=dummy_kind,
