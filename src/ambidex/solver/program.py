@@ -243,6 +243,7 @@ class _Program:
         self._row({gpu: 1.0, cpu: 1.0, stream: 1.0}, 1.0, 1.0)
         if pinned is None:
             self._row({gpu: 1.0}, low=units.least_kv_on_gpu)
+            self._row({stream: 1.0}, high=self._problem.most_kv_streamed)
         else:
             for variable, share in ((gpu, pinned.on_gpu), (cpu, pinned.on_cpu), (stream, pinned.streamed)):
                 self._row({variable: 1.0}, share, share)

@@ -88,15 +88,15 @@ def load_model(
     if divided is None:
         return model.eval(), None
     levels, rates = [Level(most_tokens=sys.maxsize, cpu_share=1.0)], None
-    if cpu_levels is not None:
-        levels = list(cpu_levels)
-    elif device.type == "cuda" and (parts := divided.host_parts()):
+    if device.type == "cuda" and (parts := divided.host_parts()):
         rates = measure_rates(parts, host_linear, divided.host_chunks(), divided.ring.slots)
         sizes_in_dram = choices.weights.parts
         assert sizes_in_dram is not None, "divided weights were counted"
         levels = rates.levels(on_cpu=sizes_in_dram.on_cpu, streamed=sizes_in_dram.streamed)
         if choices.weights.auto is not None:
             levels = keep_whole(levels, choices.weights.auto.workload.batch)
+    if cpu_levels is not None:  # measured all the same, for the faster form of the CPU's products
+        levels = list(cpu_levels)
     lanes = WeightLanes(
         divided.ring,
         dtype=TORCH_DTYPES[activation_dtype(choices.dtype, device)],
