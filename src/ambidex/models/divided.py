@@ -6,7 +6,7 @@ DividedWeights.bind    when they are filled: each place computes with its parts
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ambidex.core.errors import ConfigError
 from ambidex.core.model_spec import Activation
 from ambidex.core.placement import Placement, WeightSizes, WeightSplit
+from ambidex.core.sparsity import NeuronMask
 from ambidex.core.units import MIB
 from ambidex.kernels.linear import LinearContext
 from ambidex.layers.linear import Linear
@@ -24,6 +25,7 @@ from ambidex.layers.split_matrix import Piece, SplitMatrix
 from ambidex.mlp.cuts import Cuts, SiteShape
 from ambidex.mlp.host_lane import HostSide
 from ambidex.mlp.parts import Part, Rows
+from ambidex.mlp.sparse_side import SparseContext, SparseSide, find_scattered
 from ambidex.mlp.split_site import HostParts, HostPlace, SplitSite, StreamedPart, WeightLanes
 from ambidex.models.base import CausalLM, LinearSite
 from ambidex.models.quantized import count_weights_bytes, names_of_parameters
@@ -70,13 +72,19 @@ class DividedBytes:
 
 
 def plan_sites(
-    model: CausalLM, placement: Placement, *, chunk_size: int, kinds: Mapping[str, str] = _NO_KINDS
+    model: CausalLM,
+    placement: Placement,
+    *,
+    chunk_size: int,
+    kinds: Mapping[str, str] = _NO_KINDS,
+    skips_neurons: bool = False,
 ) -> list[SitePlan]:
     """Cut the rows of every place, in the order of use.
 
     Args:
         chunk_size: numbers of a chunk in DRAM, at most.
         kinds: GGUF types of matrices that stay as they are stored, by name; those of a place must all be of one.
+        skips_neurons: whether the last matrix of an MLP lies neuron by neuron; quantised ones never do.
     Raises:
         ConfigError: the placement is for another number of layers, or divides a table that is shared.
     """
@@ -90,6 +98,8 @@ def plan_sites(
         site: LinearSite | Neurons, split: WeightSplit, layer_idx: int | None, *, is_before_attention: bool = False
     ) -> None:
         shape = _shape_of(site, of_layers)
+        if skips_neurons and shape.num_out and shape.kind is None:
+            shape = replace(shape, is_neuron_major=True)
         cuts = Cuts.of(shape, split, chunk_size=chunk_size)
         plans.append(
             SitePlan(site=site, shape=shape, cuts=cuts, layer_idx=layer_idx, is_before_attention=is_before_attention)
@@ -187,6 +197,7 @@ class DividedWeights:
         memory: HostMemory = HOST_MEMORY,
     ) -> None:
         self._plans = plans
+        self._sparse: SparseContext | None = None
         self._linear, self._host_linear, self._dtype = linear, host_linear, dtype
         near = _Arena([(plan.shape, plan.cuts.on_gpu) for plan in plans], dtype, device)
         far = _Arena([(plan.shape, rows) for plan in plans for rows in _host_chunks(plan)], dtype, torch.device("cpu"))
@@ -209,8 +220,13 @@ class DividedWeights:
                 layer.weight = matrix
                 self.matrices[f"{names[layer]}.weight"] = matrix
 
-    def bind(self, lanes: WeightLanes) -> None:
-        """Let each place compute with its parts; the weights and biases are filled."""
+    def bind(self, lanes: WeightLanes, sparse: SparseContext | None = None) -> None:
+        """Let each place compute with its parts; the weights and biases are filled.
+
+        Args:
+            sparse: what the CPU's parts of MLPs share that leave out neurons; None: they compute all.
+        """
+        self._sparse = sparse
         sides = [self._host_parts(plan, host[: len(plan.cuts.on_cpu)]) for plan, host in self._host_rows()]
         by_level = [self._bind_level(lanes, index, sides, level.cpu_share) for index, level in enumerate(lanes.levels)]
         for place, (plan, (gpu, _)) in enumerate(zip(self._plans, self._rows, strict=True)):
@@ -234,7 +250,7 @@ class DividedWeights:
         made: list[HostParts] = []
         first = 0
         for plan, parts, num, host in zip(self._plans, sides, num_on_cpu, travelling, strict=True):
-            side = HostSide(plan.shape, parts[:num]) if num else None
+            side = self._make_side(plan.shape, parts[:num]) if num else None
             made.append(HostParts(side=side, streamed=self._streamed(plan, host, lap, first)))
             first += len(host)
             if side is not None:
@@ -243,6 +259,20 @@ class DividedWeights:
                     HostPlace(side=side, layer_idx=plan.layer_idx, is_before_attention=plan.is_before_attention),
                 )
         return made
+
+    def _make_side(self, shape: SiteShape, parts: Sequence[Part]) -> HostSide:
+        if self._sparse is not None and shape.is_neuron_major and find_scattered(shape, parts) is None:
+            return SparseSide(shape, parts, self._sparse)
+        return HostSide(shape, parts)
+
+    def host_neurons(self) -> list[tuple[SiteShape, list[Part]]]:
+        """The CPU's parts of each MLP whose neurons can be left out, for measurements: the weights are filled."""
+        found = [
+            (plan.shape, self._host_parts(plan, host[: len(plan.cuts.on_cpu)]))
+            for plan, host in self._host_rows()
+            if plan.shape.is_neuron_major and plan.cuts.on_cpu
+        ]
+        return [(shape, parts) for shape, parts in found if find_scattered(shape, parts) is None]
 
     def host_parts(self) -> list[Part]:
         """Parts that the CPU multiplies, of one place after the other, for measurements: the weights are filled."""
@@ -266,12 +296,12 @@ class DividedWeights:
     def _part(self, plan: SitePlan, rows: Rows, memory: Tensor | None) -> Part:
         """A part on the accelerator, with its numbers elsewhere than in DRAM if `memory` is given."""
         numbers = rows if memory is None else Rows(plan.shape, rows.rows, memory, self._dtype)
-        part = Part(numbers, _activation_of(plan.site), self._linear)
+        part = Part(numbers, _activation_of(plan.site), self._linear, _mask_of(plan.site))
         part.bind(_neuron_biases(plan.site))
         return part
 
     def _host_parts(self, plan: SitePlan, host: Sequence[Rows]) -> list[Part]:
-        parts = [Part(rows, _activation_of(plan.site), self._host_linear) for rows in host]
+        parts = [Part(rows, _activation_of(plan.site), self._host_linear, _mask_of(plan.site)) for rows in host]
         biases = [bias.to("cpu", torch.float32) for bias in _neuron_biases(plan.site)]
         for part in parts:
             part.bind(biases)
@@ -355,6 +385,10 @@ def _answer_sizes(site: LinearSite | Neurons) -> list[int]:
 
 def _activation_of(site: LinearSite | Neurons) -> Activation | None:
     return site.activation if isinstance(site, Neurons) else None
+
+
+def _mask_of(site: LinearSite | Neurons) -> NeuronMask | None:
+    return site.mask if isinstance(site, Neurons) else None
 
 
 def _neuron_biases(site: LinearSite | Neurons) -> list[Tensor]:

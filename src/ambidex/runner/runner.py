@@ -102,7 +102,7 @@ class ModelRunner:
         device_clock: CudaClock | None = None,
         bounded: BoundedScan | None = None,
     ) -> None:
-        self._model = model
+        self.model = model
         self._attention = attention
         self._selective = attention if isinstance(attention, SelectiveAttention) else None
         self._sampler = sampler
@@ -217,11 +217,11 @@ class ModelRunner:
         batch = InputBatch.of(plan.requests, self._device)
         self._attention.begin(plan.requests)
         clock.lap("prepare")
-        hidden = self._forward(self._model, batch, self._attention)  # [T, E]
+        hidden = self._forward(self.model, batch, self._attention)  # [T, E]
         if not batch.sampled_ids:
             clock.lap("forward")
             return _Computed(lane_bytes=self._attention.lane_bytes, selection=self._selection())
-        logits = self._model.logits(hidden[batch.sampled_rows])  # [B, V] fp32
+        logits = self.model.logits(hidden[batch.sampled_rows])  # [B, V] fp32
         clock.lap("forward")
         tokens, failures = self._sampler.sample(logits, batch.sampled_ids, batch.allowed_tokens)
         clock.lap("sample")

@@ -22,6 +22,7 @@ from ambidex.core.step import make_buckets
 from ambidex.core.units import format_size
 from ambidex.engine.auto_placement import AUTO, AutoPlacement, Budgets, solve_weights
 from ambidex.engine.bounded_form import BoundedForm, choose_bounded_form
+from ambidex.engine.compose.sparsity import SparsityChoice, choose_sparsity
 from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
 from ambidex.engine.memory import (
     FixedBytes,
@@ -52,6 +53,7 @@ from ambidex.kernels.cpu.native import ThreadPool
 from ambidex.kernels.dispatch import choose
 from ambidex.kernels.reference.quantized import RECORD_BYTES as GPU_KINDS
 from ambidex.layers.linear import Linear
+from ambidex.models.base import CausalLM
 from ambidex.models.divided import (
     ALIGNMENT_BYTES,
     DividedBytes,
@@ -92,6 +94,7 @@ class Choices:
     bounded: BoundedForm
     stream: StreamBuffers | None
     weights: "WeightChoices"
+    sparsity: SparsityChoice | None
     memory: MemoryPlan
 
 
@@ -140,7 +143,16 @@ def make_choices(
     keeps = config.load_format is not LoadFormat.DUMMY and keeps_quantized(
         config.dtype, is_quantized=spec.is_quantized, device=device, has_native=threads is not None
     )
+    skeleton = build_model(
+        spec,
+        device=torch.device("meta"),
+        dtype=TORCH_DTYPES[dtype],
+        activation_dtype=TORCH_DTYPES[activation_dtype(dtype, device)],
+    )
+    sparsity = choose_sparsity(config, spec, source, skeleton)
     form, form_why = (decode_form, "asked for") if decode_form else _choose_decode_form(config, spec, device, threads)
+    if sparsity is not None and form is DecodeForm.PROGRAM:
+        form, form_why = DecodeForm.ORDINARY, "which neurons are skipped is known only in the step"
     has_row_ops = is_cuda or form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
     kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
     bounded = choose_bounded_form(config, kv.specs, why_ordinary=form_why if form is DecodeForm.ORDINARY else None)
@@ -166,9 +178,10 @@ def make_choices(
     buckets = decode_buckets(config) if form is DecodeForm.CAPTURED else ()
     fixed = fixed_bytes(config, spec, activations=activations, graph_buckets=buckets, stream=stream)
     weights = _choose_weights(
-        config, spec, dtype, device, kv, keeps_quantized=keeps, free=free, fixed=fixed, ring=weight_ring,
+        config, spec, skeleton, dtype, device, kv, keeps_quantized=keeps, free=free, fixed=fixed, ring=weight_ring,
         profile=profile,
         dummy_kind=dummy_kind,
+        skips_neurons=sparsity is not None,
     )  # fmt: skip
     if weights.placement is not None:
         check_placement(config, looks_ahead=Need.LOOK_AHEAD in policy.needs, placement=weights.placement)
@@ -187,6 +200,7 @@ def make_choices(
         bounded=bounded,
         stream=stream,
         weights=weights,
+        sparsity=sparsity,
         memory=plan_memory(
             config,
             spec,
@@ -202,6 +216,7 @@ def make_choices(
 def _choose_weights(
     config: EngineConfig,
     spec: ModelSpec,
+    skeleton: CausalLM,
     dtype: DType,
     device: torch.device,
     kv: KVFormat,
@@ -212,18 +227,16 @@ def _choose_weights(
     ring: RingSizes | None,
     profile: HardwareProfile | None,
     dummy_kind: str | None,
+    skips_neurons: bool,
 ) -> WeightChoices:
     """Where weights lie: as a file or the solver says, or what fits on the accelerator there and the rest in DRAM.
 
+    Args:
+        skips_neurons: whether the CPU leaves out neurons; then all that lies in DRAM is its part, of which the rates
+            that are measured at start give some to the link.
     Raises:
         ConfigError: the file cannot be used, or what cannot be divided does not fit.
     """
-    skeleton = build_model(
-        spec,
-        device=torch.device("meta"),
-        dtype=TORCH_DTYPES[dtype],
-        activation_dtype=TORCH_DTYPES[activation_dtype(dtype, device)],
-    )
     as_stored = find_kept(spec) if keeps_quantized else {}
     kinds = as_stored if device.type == "cpu" else _find_kinds_for_gpu(config, spec)
     if dummy_kind is not None:
@@ -262,7 +275,7 @@ def _choose_weights(
         if wanted is None or wanted >= total:
             return WeightChoices(placement=None, why="they fit", ring=ring, bytes=WeightBytes(on_gpu=total))
         sizes = measure_weights(skeleton, dtype.num_bytes, kinds=kinds, whole_kinds=as_stored)
-        share = STREAMED_SHARE if device.type == "cuda" else 0.0
+        share = STREAMED_SHARE if device.type == "cuda" and not skips_neurons else 0.0
         in_dram = fill_placement(sizes, 0, streamed_share=share)
         nothing = plan_sites(skeleton, in_dram, chunk_size=chunk_size, kinds=kinds)
         least = sizes.whole + count_bytes(nothing, ring, dtype.num_bytes).ring + ALIGNMENT_BYTES * len(nothing)

@@ -196,7 +196,8 @@ def build_engine(
 
 def _cache_identity(choices: Choices) -> str:
     """All that K and V depend on beside the tokens, as text."""
-    return repr((choices.source.name, choices.spec, choices.dtype, sorted(choices.kv.specs.items())))
+    skipped = None if choices.sparsity is None else str(choices.sparsity.sparsity)
+    return repr((choices.source.name, choices.spec, choices.dtype, sorted(choices.kv.specs.items()), skipped))
 
 
 def _eos_ids(spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:

@@ -2,15 +2,18 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ambidex.core.config import EngineConfig, LoadFormat
 from ambidex.engine.compose.choices import Choices
+from ambidex.engine.compose.sparsity import set_masks
 from ambidex.kernels.linear import LinearContext
 from ambidex.mlp.host_lane import HostLane
 from ambidex.mlp.rates import LaneRates, keep_whole, measure_rates
+from ambidex.mlp.sparse_rates import NO_COSTS, measure_costs, sparse_rates
+from ambidex.mlp.sparse_side import SparseContext, SparsityCounts
 from ambidex.mlp.split_site import Level, WeightLanes
 from ambidex.models.base import CausalLM
 from ambidex.models.divided import (
@@ -32,6 +35,8 @@ class Divided:
     weights: DividedWeights
     lanes: WeightLanes
     rates: LaneRates | None
+    sparse: SparseContext | None = None
+    """What the CPU's parts of MLPs share that leave out neurons."""
 
 
 def load_model(
@@ -52,6 +57,8 @@ def load_model(
         linear=linear,
         matrix_device=torch.device("meta") if choices.keeps_quantized or is_divided else None,
     )
+    if choices.sparsity is not None:
+        set_masks(model, choices.sparsity)
     divided = None
     host_linear = linear if device.type == "cpu" else LinearContext(choices.threads)
     if choices.weights.placement is not None:
@@ -63,6 +70,7 @@ def load_model(
                 choices.weights.placement,
                 chunk_size=sizes.chunk_bytes // choices.dtype.num_bytes,
                 kinds=choices.weights.kinds,
+                skips_neurons=choices.sparsity is not None,
             ),
             sizes=sizes,
             device=device,
@@ -88,10 +96,14 @@ def load_model(
     if divided is None:
         return model.eval(), None
     levels, rates = [Level(most_tokens=sys.maxsize, cpu_share=1.0)], None
+    sparse = _make_sparse(choices, divided, host_linear)
     if cpu_levels is not None:
         levels = list(cpu_levels)
     elif device.type == "cuda" and (parts := divided.host_parts()):
         rates = measure_rates(parts, host_linear, divided.host_chunks(), divided.ring.slots)
+        if sparse is not None and choices.sparsity is not None:
+            share = choices.sparsity.active_share
+            rates = replace(rates, cpu=sparse_rates(divided.host_neurons(), sparse, active_share=share))
         sizes_in_dram = choices.weights.parts
         assert sizes_in_dram is not None, "divided weights were counted"
         levels = rates.levels(on_cpu=sizes_in_dram.on_cpu, streamed=sizes_in_dram.streamed)
@@ -105,5 +117,17 @@ def load_model(
         begin_host=HostLane(device).begin,
         owner=divided,
     )
-    divided.bind(lanes)
-    return model.eval(), Divided(weights=divided, lanes=lanes, rates=rates)
+    divided.bind(lanes, sparse)
+    return model.eval(), Divided(weights=divided, lanes=lanes, rates=rates, sparse=sparse)
+
+
+def _make_sparse(choices: Choices, divided: DividedWeights, linear: LinearContext) -> SparseContext | None:
+    """What the CPU's parts of MLPs share that leave out neurons, with costs as measured; None: there are none."""
+    places = divided.host_neurons() if choices.sparsity is not None else []
+    if not places:
+        return None
+    context = SparseContext(linear=linear, num_threads=choices.num_threads, costs=NO_COSTS)
+    with torch.inference_mode():
+        context.costs = measure_costs(places, context)
+    context.counts = SparsityCounts()
+    return context
