@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_engine_placements import DEVICES, KV, LEVELS, answer, answers_of, make_engine, placements
@@ -12,8 +13,11 @@ from test_engine_placements import DEVICES, KV, LEVELS, answer, answers_of, make
 from ambidex import EngineConfig
 from ambidex.core.config import DeviceKind, Graphs
 from ambidex.core.errors import ConfigError
+from ambidex.core.ids import Tier
 from ambidex.core.placement import LayerPlacement, Placement, WeightSplit
 from ambidex.engine.compose.neurons import measure_neurons
+from ambidex.mlp.neuron_mover import NeuronMover
+from ambidex.mlp.split_site import Level
 from ambidex.models.divided import RingSizes
 from ambidex.runner.decode import DecodeForm
 from tiny_engine import make_engine_folder
@@ -116,3 +120,93 @@ def test_neurons_of_divided_weights_are_not_measured(tmp_path: Path) -> None:
     config = EngineConfig(model=str(folder), device=DeviceKind.CPU, weights_gpu_memory="430KB", num_threads=1)
     with pytest.raises(ConfigError, match="where all of them are computed in one place"):
         measure_neurons(config, TEXT, num_tokens=64, context=64, progress=None, tell=lambda _done, _total: None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("variant", ["opt", "llama_relu"])
+@pytest.mark.parametrize("form", [None, DecodeForm.FIXED])
+def test_neurons_that_change_places_while_steps_run_change_no_token(
+    variant: str, device: DeviceKind, form: DecodeForm | None, tmp_path: Path
+) -> None:
+    folder = make_engine_folder(tmp_path, variant)
+    wanted = answer(folder, None, device=device)
+    settings_: dict[str, Any] = {"mlp_sparsity": "relu", "neuron_profile": str(profile_of(folder))}
+    for cache, move_memory in (("static", 8 << 20), ("dynamic", 8 << 20), ("dynamic", 8000)):
+        engine = make_engine(
+            folder, DIVIDED, device=device, decode_form=form if device is DeviceKind.CPU else None,
+            weight_ring=RingSizes(chunk_bytes=9000, num_slots=3), neuron_cache=cache, neuron_move_memory=move_memory,
+            cpu_levels=[Level(most_tokens=10**6, cpu_share=1.0)], **settings_,
+        )  # fmt: skip
+        for _ in range(3):
+            assert answers_of(engine) == wanted
+        figures = engine.stats.neurons
+        assert figures is not None
+        assert figures.cache is not None
+        assert 0 < figures.num_active < figures.num_neurons
+        assert 0 < figures.cache.num_hits < figures.cache.num_active
+        assert (figures.cache.num_moves > 0) == (cache == "dynamic")
+        assert figures.cache.num_failed_moves == 0
+
+
+def test_the_most_active_neurons_of_the_profile_lie_on_the_accelerator(tmp_path: Path) -> None:
+    """More hits than with the first neurons, on the text that the profile was measured on."""
+    folder = make_engine_folder(tmp_path, "opt")
+    profile = str(profile_of(folder))
+    rates = []
+    for settings_ in ({"neuron_cache": "static", "neuron_profile": profile}, {"neuron_cache": "dynamic"}):
+        if settings_["neuron_cache"] == "dynamic":  # without a profile it begins with the first ones
+            settings_["neuron_move_memory"] = "1B"
+        engine = make_engine(folder, DIVIDED, device=DeviceKind.CPU, mlp_sparsity="relu", **settings_)
+        answers_of(engine)
+        figures = engine.stats.neurons
+        assert figures is not None
+        assert figures.cache is not None
+        rates.append(figures.cache.hit_rate)
+    assert rates[0] > rates[1] + 0.05
+    assert engine.report.why("compute", "neuron_cache") == "no profile: the first ones, to begin with"
+
+
+@pytest.mark.parametrize(
+    ("settings_", "message"),
+    [
+        ({"neuron_cache": "dynamic"}, "without `mlp_sparsity` all neurons are computed wherever"),
+        ({"neuron_cache": "static", "mlp_sparsity": "relu"}, "profile on the accelerator, and there is none"),
+    ],
+)
+def test_a_cache_of_neurons_is_refused_where_it_is_of_no_use(
+    settings_: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=message):
+        make_engine(make_engine_folder(tmp_path, "opt"), DIVIDED, device=DeviceKind.CPU, **settings_)
+
+
+def test_a_move_that_fails_leaves_every_neuron_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_engine_folder(tmp_path, "opt")
+    wanted = answer(folder, None, device=DeviceKind.CPU)
+    engine = make_engine(folder, DIVIDED, device=DeviceKind.CPU, mlp_sparsity="relu", neuron_cache="dynamic")
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory for neurons")
+
+    for has_memory in (False, True):
+        with monkeypatch.context() as patch:
+            if not has_memory:
+                patch.setattr(NeuronMover, "begin", fail)
+            for _ in range(2):
+                assert answers_of(engine) == wanted
+        figures = engine.stats.neurons
+        assert figures is not None
+        assert figures.cache is not None
+        assert figures.cache.num_failed_moves > 0
+        assert (figures.cache.num_moved > 0) == has_memory
+
+
+def test_buffers_for_moves_are_in_the_ledger_of_both_tiers(tmp_path: Path) -> None:
+    folder = make_engine_folder(tmp_path, "opt")
+    settings_: dict[str, Any] = {"mlp_sparsity": "relu", "neuron_cache": "dynamic", "neuron_move_memory": 4096}
+    engine = make_engine(folder, DIVIDED, device=DeviceKind.CPU, **settings_)
+    neuron_bytes = 2 * 48 * 4
+    for tier in (Tier.GPU, Tier.DRAM):
+        sizes = {entry.owner: entry.num_bytes for entry in engine.figures.ledger.entries(tier)}
+        assert sizes["neuron moves"] == 4096 // (2 * neuron_bytes) * 2 * neuron_bytes

@@ -29,6 +29,56 @@ class SparsityKind(StrEnum):
         return self is SparsityKind.RELU
 
 
+class NeuronCache(StrEnum):
+    """Which neurons of a divided MLP lie on the accelerator. `off`: the first ones, as they are numbered."""
+
+    OFF = "off"
+    STATIC = "static"
+    DYNAMIC = "dynamic"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheFigures:
+    """What a cache of neurons did. `num_active` counts a neuron once a token, `num_hits` those on the accelerator."""
+
+    num_active: int
+    num_hits: int
+    num_moves: int
+    num_moved: int
+    num_failed_moves: int
+    moved_bytes: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of active neurons that lay on the accelerator."""
+        return self.num_hits / max(1, self.num_active)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeuronFigures:
+    """What the CPU left out of its parts of MLPs.
+
+    A neuron counts once a token in `num_neurons` and `num_active`, once a step in `num_rows` and `num_rows_read`, which
+    are those that some token needed, or all where the dense form was the faster one. `cache` None: nothing is counted.
+    """
+
+    num_neurons: int
+    num_active: int
+    num_rows: int
+    num_rows_read: int
+    cache: CacheFigures | None = None
+
+    @property
+    def active_share(self) -> float:
+        """Of the neurons, for a token."""
+        return self.num_active / max(1, self.num_neurons)
+
+    @property
+    def read_share(self) -> float:
+        """Of the columns, in a step."""
+        return self.num_rows_read / max(1, self.num_rows)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLPSparsity:
     """What is asked for. `share`: of the neurons, left out of a token on the text of the calibration; None: exact."""

@@ -84,6 +84,7 @@ class Part:
         self.biases: tuple[Tensor | None, ...] = (None,) * len(self._weights)
         self._out = numbers.out
         self._linear = linear
+        self.counts: Tensor | None = None  # [n] int32: added to in calls that are counted
         self._multiply_ins = LinearOp(linear)
         self._multiply_out = LinearOp(linear)
 
@@ -93,14 +94,20 @@ class Part:
         if own:
             self.biases = (torch.cat(own),) if len(self._weights) < len(own) else tuple(own)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, K] → [T, n] for rows, [T, num_out] for neurons, which is their part of a sum."""
+    def __call__(self, x: Tensor, *, is_counted: bool = False) -> Tensor:
+        """x [T, K] → [T, n] for rows, [T, num_out] for neurons, which is their part of a sum.
+
+        Args:
+            is_counted: add to `counts`, if there are any, for how many tokens each neuron is not 0.
+        """
         inner = self._multiply_ins(x, self._weights, self.biases)
         if self._out is None or self.activation is None:
             return inner[0]
         if len(inner) < self._num_ins:
             inner = inner[0].chunk(self._num_ins, dim=-1)
         neurons = activate_neurons(inner, self.activation, self.mask)
+        if is_counted and self.counts is not None:
+            self.counts.add_(neurons.ne(0).sum(0))
         if self.numbers.columns is not None:
             return sum_all(neurons, (self.numbers.columns,), self._linear)
         return self._multiply_out(neurons, (self._out,), (None,))[0]

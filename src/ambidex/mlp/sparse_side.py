@@ -26,6 +26,7 @@ from ambidex.kernels.neurons import sum_all, sum_bags, sum_union
 from ambidex.layers.mlp import activate_neurons, keep_large
 from ambidex.mlp.cuts import SiteShape
 from ambidex.mlp.host_lane import HostSide
+from ambidex.mlp.neuron_cache import NeuronCounts
 from ambidex.mlp.parts import Part
 
 BAGS_PER_THREAD: Final = 2
@@ -101,12 +102,20 @@ class SparseSide(HostSide):
 
     Args:
         parts: with columns neuron by neuron; they follow each other in one memory.
+        counts: is told which neurons each step needs; None: nobody is.
     Raises:
         ShapeError: they do not.
     """
 
-    def __init__(self, shape: SiteShape, parts: Sequence[Part], context: SparseContext) -> None:
+    def __init__(
+        self,
+        shape: SiteShape,
+        parts: Sequence[Part],
+        context: SparseContext,
+        counts: NeuronCounts | None = None,
+    ) -> None:
         super().__init__(shape, parts)
+        self._counts = counts
         refusal = find_scattered(shape, parts)
         if refusal is not None:
             raise ShapeError(refusal)
@@ -120,8 +129,9 @@ class SparseSide(HostSide):
             self._mask.kind is SparsityKind.CATS if self._mask is not None else self._activation is Activation.RELU
         )
         self._columns = [part.numbers.columns for part in parts if part.numbers.columns is not None]
-        self._table, self._places = _lay_out(shape, parts)
-        self._up_rows = _up_rows(shape, parts) if self._is_gated else None  # [n] rows of the table
+        self._table, rows = lay_out(shape, parts)
+        self._places = rows[-1]
+        self._up_rows = rows[1] if self._is_gated else None
         self._up_biases: Tensor | None = None
         self._multiply = LinearOp(context.linear)
         self._multiply_up = LinearOp(context.linear)
@@ -155,6 +165,8 @@ class SparseSide(HostSide):
 
     def _finish(self, x: Tensor, found: Tensor) -> Tensor:
         needed = found.ne(0)
+        if self._counts is not None:
+            self._counts.add_far(needed)
         form = self._choose(needed)
         if not self._is_early:
             return self.sum_up(found, form)
@@ -239,20 +251,23 @@ def find_scattered(shape: SiteShape, parts: Sequence[Part]) -> str | None:
     return None
 
 
-def _lay_out(shape: SiteShape, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
-    """All rows of all matrices as one table [R, E], and the row of each neuron's column [n]."""
+def lay_out(shape: SiteShape, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
+    """All rows of all matrices of parts that follow each other.
+
+    Returns:
+        The table [R, E], and [M, n] int64: the row of each neuron in each matrix, the last one's column among them.
+    """
     memory = parts[0].numbers.memory
     first, last = parts[0].numbers.columns, parts[-1].numbers.columns
     assert first is not None, "columns lie neuron by neuron"
     assert last is not None, "columns lie neuron by neuron"
     size = last.data_ptr() + last.nbytes - memory.data_ptr()
     numbers = memory.as_strided((size,), (1,)).view(first.dtype)
-    places = [_first_row(parts, part, shape.num_ins) + torch.arange(len(part.rows)) for part in parts]
-    return numbers.view(-1, shape.num_in), torch.cat(places)
-
-
-def _up_rows(shape: SiteShape, parts: Sequence[Part]) -> Tensor:
-    return torch.cat([_first_row(parts, part, shape.num_ins - 1) + torch.arange(len(part.rows)) for part in parts])
+    rows = [
+        torch.cat([_first_row(parts, part, matrix) + torch.arange(len(part.rows)) for part in parts])
+        for matrix in range(shape.num_ins + 1)
+    ]
+    return numbers.view(-1, shape.num_in), torch.stack(rows)
 
 
 def _first_row(parts: Sequence[Part], part: Part, matrix: int) -> int:

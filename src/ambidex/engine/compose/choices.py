@@ -18,6 +18,7 @@ from ambidex.core.kv_spec import KVOrder, StreamBuffers
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.placement import Placement
 from ambidex.core.policy import PolicyName, resolve_policy
+from ambidex.core.sparsity import NeuronCache
 from ambidex.core.step import make_buckets
 from ambidex.core.units import format_size
 from ambidex.engine.auto_placement import AUTO, AutoPlacement, Budgets, solve_weights
@@ -60,6 +61,7 @@ from ambidex.models.divided import (
     RingSizes,
     count_bytes,
     measure_weights,
+    most_moved_pairs,
     plan_sites,
 )
 from ambidex.models.quantized import count_weights_bytes, find_kept
@@ -110,6 +112,8 @@ class WeightChoices:
     kinds: Mapping[str, str] = field(default_factory=dict)
     auto: AutoPlacement | None = None
     """What was solved, if it was."""
+    moved_pairs: int = 0
+    """Pairs of neurons that change places at a time; 0: none can."""
 
 
 def default_num_threads(device: torch.device) -> int:
@@ -279,6 +283,8 @@ def _choose_weights(
         in_dram = fill_placement(sizes, 0, streamed_share=share)
         nothing = plan_sites(skeleton, in_dram, chunk_size=chunk_size, kinds=kinds)
         least = sizes.whole + count_bytes(nothing, ring, dtype.num_bytes).ring + ALIGNMENT_BYTES * len(nothing)
+        if config.neuron_cache is not NeuronCache.OFF:
+            least += config.neuron_move_memory
         if wanted < least:
             raise ConfigError(
                 f"`weights_gpu_memory` {format_size(wanted)} ({why}) is too small: embedding, norms and buffers for "
@@ -286,16 +292,22 @@ def _choose_weights(
             )
         placement = fill_placement(sizes, wanted - least, streamed_share=share)
     sizes = measure_weights(skeleton, dtype.num_bytes, kinds=kinds, whole_kinds=as_stored)
-    plans = plan_sites(skeleton, placement, chunk_size=chunk_size, kinds=kinds)
+    plans = plan_sites(skeleton, placement, chunk_size=chunk_size, kinds=kinds, skips_neurons=skips_neurons)
     parts = count_bytes(plans, ring, dtype.num_bytes)
+    pairs, moving = 0, 0
+    if config.neuron_cache is not NeuronCache.OFF:
+        pairs, moving = most_moved_pairs(plans, config.neuron_move_memory, dtype.num_bytes)
     return WeightChoices(
         placement=placement,
         why=why,
         ring=ring,
-        bytes=WeightBytes(on_gpu=sizes.whole + parts.on_gpu, in_dram=parts.on_cpu + parts.streamed, ring=parts.ring),
+        bytes=WeightBytes(
+            on_gpu=sizes.whole + parts.on_gpu, in_dram=parts.on_cpu + parts.streamed, ring=parts.ring, moving=moving
+        ),
         parts=parts,
         kinds=kinds,
         auto=auto,
+        moved_pairs=pairs,
     )
 
 

@@ -137,6 +137,7 @@ def build_engine(
         tracer=tracer,
         device_clock=trace.device_clock,
         bounded=bounded,
+        before_step=None if divided is None or divided.cache is None else divided.cache.before_step,
     )
 
     def kv_bytes() -> dict[Tier, int]:
@@ -190,6 +191,7 @@ def build_engine(
             tier: sum(entry.num_bytes for entry in choices.memory.ledger.entries(tier) if entry.owner == "weights")
             for tier in pools
         },
+        neuron_figures=None if divided is None else divided.neuron_figures,
         predict_step=choices.weights.auto.predict_step_s if choices.weights.auto is not None else None,
     )
 

@@ -1,7 +1,6 @@
 """Which neurons of MLPs are left out: what is asked for, what the model allows, and what that needs."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -10,10 +9,11 @@ from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.sparsity import MLPSparsity, parse_sparsity
+from ambidex.core.sparsity import NeuronCache as CacheChoice
 from ambidex.engine.report import ReportRow
 from ambidex.formats.locate import ModelSource
 from ambidex.formats.neuron_profile import NeuronProfile, default_neuron_path, fingerprint, read_neuron_profile
-from ambidex.layers.mlp import Neurons
+from ambidex.mlp.neuron_cache import NeuronCache
 from ambidex.mlp.sparse_side import FormCosts
 from ambidex.models.base import CausalLM
 
@@ -54,11 +54,20 @@ def choose_sparsity(
     refusal = sparsity.refusal(spec.activation, is_gated=is_gated)
     if refusal is not None:
         raise ConfigError(refusal)
+    if config.neuron_cache is CacheChoice.STATIC and not _has_profile(config, spec, source):
+        raise ConfigError(
+            "`neuron_cache` static puts the most active neurons of a profile on the accelerator, and there is none: "
+            "measure it with `ambidex calibrate neurons MODEL --text FILE`, or use dynamic"
+        )
     model = fingerprint(source, spec)
     path = Path(config.neuron_profile) if config.neuron_profile is not None else default_neuron_path(os.environ, model)
     if config.neuron_profile is None and sparsity.kind.is_exact and not path.exists():
         return SparsityChoice(sparsity=sparsity, profile=None)
     return SparsityChoice(sparsity=sparsity, profile=read_neuron_profile(path, spec, model=model))
+
+
+def _has_profile(config: EngineConfig, spec: ModelSpec, source: ModelSource) -> bool:
+    return config.neuron_profile is not None or default_neuron_path(os.environ, fingerprint(source, spec)).exists()
 
 
 def set_masks(model: CausalLM, choice: SparsityChoice) -> None:
@@ -67,11 +76,6 @@ def set_masks(model: CausalLM, choice: SparsityChoice) -> None:
         return
     for sites, mask in zip(model.layer_sites(), choice.profile.masks(choice.sparsity), strict=True):
         sites.mlp.mask = mask
-
-
-def find_neurons(model: CausalLM) -> Sequence[Neurons]:
-    """The MLPs, layer by layer."""
-    return [sites.mlp for sites in model.layer_sites()]
 
 
 def sparsity_rows(choice: SparsityChoice | None, costs: FormCosts | None) -> list[ReportRow]:
@@ -96,3 +100,17 @@ def sparsity_rows(choice: SparsityChoice | None, costs: FormCosts | None) -> lis
     value = f"{choice.sparsity}, {effect}; the CPU reads columns of active neurons, the GPU all"
     why = f"{known}; measured: dense above {crossed or 'nothing'} tokens"
     return [ReportRow(section="compute", name="mlp_sparsity", value=value, why=why)]
+
+
+def cache_rows(config: EngineConfig, cache: NeuronCache | None, *, has_profile: bool) -> list[ReportRow]:
+    """Which neurons lie on the accelerator, for people."""
+    if config.neuron_cache is CacheChoice.OFF:
+        return []
+    if cache is None:
+        value, why = f"{config.neuron_cache}, without effect", "no MLP has neurons on the accelerator and with the CPU"
+    else:
+        num_near = sum(layer.place.num_near for layer in cache.layers)
+        num = num_near + sum(layer.place.num_far for layer in cache.layers)
+        value = f"{config.neuron_cache}, {num_near} of {num} neurons of {len(cache.layers)} layers on the accelerator"
+        why = "the most active of the profile first" if has_profile else "no profile: the first ones, to begin with"
+    return [ReportRow(section="compute", name="neuron_cache", value=value, why=why)]

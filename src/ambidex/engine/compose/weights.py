@@ -1,16 +1,21 @@
 """The model with its weights, where they belong; and, where they are divided, who computes with them."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from ambidex.core.config import EngineConfig, LoadFormat
+from ambidex.core.sparsity import NeuronCache as CacheChoice
+from ambidex.core.sparsity import NeuronFigures
 from ambidex.engine.compose.choices import Choices
 from ambidex.engine.compose.sparsity import set_masks
 from ambidex.kernels.linear import LinearContext
 from ambidex.mlp.host_lane import HostLane
+from ambidex.mlp.hot_neurons import AveragedNeurons, StaticNeurons
+from ambidex.mlp.neuron_cache import CachedLayer, NeuronCache
 from ambidex.mlp.rates import LaneRates, keep_whole, measure_rates
 from ambidex.mlp.sparse_rates import NO_COSTS, measure_costs, sparse_rates
 from ambidex.mlp.sparse_side import SparseContext, SparsityCounts
@@ -37,6 +42,21 @@ class Divided:
     rates: LaneRates | None
     sparse: SparseContext | None = None
     """What the CPU's parts of MLPs share that leave out neurons."""
+    cache: NeuronCache | None = None
+    """What keeps hot neurons on the accelerator."""
+
+    def neuron_figures(self) -> NeuronFigures | None:
+        """What was left out so far; None: nothing can be."""
+        if self.sparse is None:
+            return None
+        counts = self.sparse.counts
+        return NeuronFigures(
+            num_neurons=counts.num_neurons,
+            num_active=counts.num_active,
+            num_rows=counts.num_rows,
+            num_rows_read=counts.num_rows_read,
+            cache=None if self.cache is None else self.cache.figures(),
+        )
 
 
 def load_model(
@@ -117,8 +137,32 @@ def load_model(
         begin_host=HostLane(device).begin,
         owner=divided,
     )
-    divided.bind(lanes, sparse)
-    return model.eval(), Divided(weights=divided, lanes=lanes, rates=rates, sparse=sparse)
+    cached = divided.bind(lanes, sparse, counts_neurons=choices.weights.moved_pairs > 0)
+    cache = _make_cache(config, choices, cached, device) if cached else None
+    return model.eval(), Divided(weights=divided, lanes=lanes, rates=rates, sparse=sparse, cache=cache)
+
+
+def _make_cache(
+    config: EngineConfig, choices: Choices, cached: Mapping[int, CachedLayer], device: torch.device
+) -> NeuronCache:
+    """What keeps hot neurons on the accelerator, beginning with the most active of the profile if there is one."""
+    layers = list(cached.values())
+    num_neurons = max(layer.place.num_near + layer.place.num_far for layer in layers)
+    activity = np.zeros((len(layers), max(num_neurons, choices.spec.intermediate_size)), dtype=np.float32)
+    profile = choices.sparsity.profile if choices.sparsity is not None else None
+    if profile is not None:
+        activity[:, : choices.spec.intermediate_size] = profile.activity[list(cached)]
+    is_dynamic = config.neuron_cache is CacheChoice.DYNAMIC
+    cache = NeuronCache(
+        layers,
+        AveragedNeurons(activity.astype(np.float64)) if is_dynamic else StaticNeurons(),
+        most_pairs=choices.weights.moved_pairs,
+        moves=is_dynamic,
+        device=device,
+    )
+    if profile is not None:
+        cache.arrange(list(activity))
+    return cache
 
 
 def _make_sparse(choices: Choices, divided: DividedWeights, linear: LinearContext) -> SparseContext | None:
