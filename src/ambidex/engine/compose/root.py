@@ -137,6 +137,7 @@ def build_engine(
         tracer=tracer,
         device_clock=trace.device_clock,
         bounded=bounded,
+        before_step=None if divided is None or divided.cache is None else divided.cache.before_step,
     )
 
     def kv_bytes() -> dict[Tier, int]:
@@ -190,13 +191,15 @@ def build_engine(
             tier: sum(entry.num_bytes for entry in choices.memory.ledger.entries(tier) if entry.owner == "weights")
             for tier in pools
         },
+        neuron_figures=None if divided is None else divided.neuron_figures,
         predict_step=choices.weights.auto.predict_step_s if choices.weights.auto is not None else None,
     )
 
 
 def _cache_identity(choices: Choices) -> str:
     """All that K and V depend on beside the tokens, as text."""
-    return repr((choices.source.name, choices.spec, choices.dtype, sorted(choices.kv.specs.items())))
+    skipped = None if choices.sparsity is None else str(choices.sparsity.sparsity)
+    return repr((choices.source.name, choices.spec, choices.dtype, sorted(choices.kv.specs.items()), skipped))
 
 
 def _eos_ids(spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:
