@@ -123,7 +123,7 @@ class NeuronMover:
         for matrix_rows, staged in zip(place.rows[:, far], self._to_dram, strict=True):
             place.table.index_copy_(0, matrix_rows, staged[:num])
         for bias in place.biases:
-            _swap(bias, near.to(bias.device), far.to(bias.device) + place.num_near)
+            _exchange(bias, near.to(bias.device), far.to(bias.device) + place.num_near)
         self._copies.wait_for_current()  # the next move's copies come behind these writes
 
     def settle(self) -> None:
@@ -135,7 +135,7 @@ class NeuronMover:
         return torch.from_numpy(slots).to(self._device)
 
 
-def _swap(values: Tensor, some: Tensor, others: Tensor) -> None:
+def _exchange(values: Tensor, some: Tensor, others: Tensor) -> None:
     kept = values[some]
     values[some] = values[others]
     values[others] = kept
