@@ -17,8 +17,7 @@ def check_output(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--output {path} cannot be written: {reason}: name another file") from error
+        raise _unwritable(path, error) from error
 
 
 def append_record(path: Path, record: Mapping[str, object]) -> str:
@@ -26,9 +25,18 @@ def append_record(path: Path, record: Mapping[str, object]) -> str:
 
     Raises:
         ValueError: the record holds a value that is not finite or not JSON.
+        ConfigError: the file cannot be written (any more): the disk is full.
     """
     line = json.dumps(record, allow_nan=False, ensure_ascii=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as error:
+        raise _unwritable(path, error) from error
     return line
+
+
+def _unwritable(path: Path, error: OSError | ValueError) -> ConfigError:
+    reason = getattr(error, "strerror", None) or error
+    return ConfigError(f"--output {path} cannot be written: {reason}: name another file")
