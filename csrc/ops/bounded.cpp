@@ -126,7 +126,7 @@ void BoundedPool::plan(const BoundedCall& call, const KeyBatch& batch) {
   std::size_t num_keys = 0;
   for (const KeyBatch::Request& request : batch.requests()) num_keys += request.num_rows > 0 ? request.num_keys : 0;
   const std::size_t share = ceil_div(num_keys * call.scan.num_kv_heads, threads_.num_threads() * kTasksPerThread);
-  keys_per_scan_ = ceil_div(std::clamp(share, kLeastKeys, kMostKeysOfTask / 2), 64) * 64;
+  keys_per_scan_ = ceil_div(std::clamp(share, kLeastKeys, kMostKeysOfTask), 64) * 64;
   keys_per_keep_ = std::max(keys_per_scan_, kLeastKeysToKeepFrom);
   for (const KeyBatch::Request& request : batch.requests()) {
     if (request.num_rows == 0) continue;
