@@ -24,9 +24,10 @@ import torch
 from tokenizers import Tokenizer, models
 
 from ambidex import EngineConfig, SamplingParams
+from ambidex.bench.memory_use import MemoryWatch
 from ambidex.core.config import DeviceKind, DTypeChoice, Graphs, LoadFormat
 from ambidex.core.errors import AmbidexError
-from ambidex.core.ids import Lane, Tier
+from ambidex.core.ids import Lane
 from ambidex.core.request import Request
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
@@ -55,6 +56,11 @@ SHAPES: Final[Mapping[str, Mapping[str, object]]] = {
         "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
         "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
         "max_position_embeddings": 1048576, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
+    },
+    "qwen2.5-14b": {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 5120, "intermediate_size": 13824,
+        "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064,
+        "max_position_embeddings": 131072, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
     },
     "opt-6.7b": {
         "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 4096, "ffn_dim": 16384,
@@ -125,6 +131,7 @@ def main() -> int:
     """Measure, print, record."""
     options = parse_options()
     opening = environment()
+    watch = watch_memory(options.device)
     try:
         with tempfile.TemporaryDirectory() as folder:
             make_model_folder(Path(folder), options.shape)
@@ -140,9 +147,12 @@ def main() -> int:
     print(f"decode: {engine.report.value('compute', 'decode')}; built in {load_s:.1f} s; weights of a step "
           f"{weight_bytes / 1e9:.2f} GB; memory is read at {bandwidth.median / 1e9:.0f} GB/s", flush=True)  # fmt: skip
     points = []
+    forget_probes(watch)
     for point in options.points:
         points.append(measure(engine, point, options, weight_bytes=weight_bytes, bytes_per_s=bandwidth.median))
         print_point(points[-1])
+    memory = watch.read(engine.figures.ledger)
+    print(memory.words(), flush=True)
     record = {
         "bench": "decode_gpu", **opening,
         "settings": {"shape": options.shape, "dtype": options.dtype.value, "steps": options.steps,
@@ -151,8 +161,7 @@ def main() -> int:
                      "warmup": f"{NUM_WARMUP_STEPS} steps of each point"},
         "load_s": significant(load_s, 3), "weight_bytes": weight_bytes,
         "read_bandwidth": {"unit": "bytes/s", **bandwidth.record()},
-        "peak_device_bytes": torch.cuda.max_memory_reserved() if is_cuda else None,
-        "ledger_device_bytes": sum(entry.num_bytes for entry in engine.figures.ledger.entries(Tier.GPU)),
+        "memory": memory.record(),
         "num_graph_failures": engine.stats.num_graph_failures, "points": points,
     }  # fmt: skip
     print(append_record(options.output, record))
@@ -228,6 +237,23 @@ def count_weight_bytes(folder: str, dtype: DTypeChoice) -> int:
     skeleton = build_model(spec, device=torch.device("meta"), dtype=torch.float32)
     looked_up = 0 if spec.tie_embeddings else spec.vocab_size * spec.hidden_size  # tied: read whole for the logits
     return size * (sum(p.numel() for p in skeleton.parameters()) - looked_up)
+
+
+def watch_memory(device: DeviceKind) -> MemoryWatch:
+    """Made before the engine; what CUDA takes by itself, on the GPU and on the host, is taken before."""
+    is_cuda = device is not DeviceKind.CPU and torch.cuda.is_available()
+    if is_cuda:
+        torch.zeros(1, device="cuda")
+    return MemoryWatch(torch.device("cuda" if is_cuda else "cpu"))
+
+
+def forget_probes(watch: MemoryWatch) -> None:
+    """Buffers that rates were measured with are none of the engine's: peaks count from here on."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()  # pinned buffers; what torch offers for it
+        torch.cuda.reset_peak_memory_stats()
+    watch.engine_is_ready()
 
 
 def read_gpu_bandwidth() -> Quantiles:

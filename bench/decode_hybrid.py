@@ -81,6 +81,7 @@ def main() -> int:
     """Measure, print, record."""
     options, args = parse_options()
     opening = environment()
+    watch = decode_gpu.watch_memory(options.device)
     try:
         with tempfile.TemporaryDirectory() as folder:
             decode_gpu.make_model_folder(Path(folder), options.shape)
@@ -105,10 +106,13 @@ def main() -> int:
           f"{lane.num_threads} threads at {dram.median / 1e9:.1f} GB/s, by them and the copy engine at once at "
           f"{both.median / 1e9:.1f} GB/s", flush=True)  # fmt: skip
     points = []
+    decode_gpu.forget_probes(watch)
     for point in options.points:
         figures = measure(engine, point, options, lane, gpu=gpu, dram=dram, both=both, weight_bytes=weight_bytes)
         points.append(figures)
         print_point(figures)
+    memory = watch.read(engine.figures.ledger)
+    print(memory.words(), flush=True)
     record = {
         "bench": "decode_hybrid", **opening,
         "settings": {"shape": options.shape, "dtype": options.dtype.value, "kv_dtype": args.kv_dtype.value,
@@ -121,6 +125,7 @@ def main() -> int:
         "gpu_read_bandwidth": {"unit": "bytes/s", **gpu.record()},
         "dram_read_bandwidth": {"unit": "bytes/s", **dram.record()},
         "dram_read_bandwidth_beside_copies": {"unit": "bytes/s", **both.record()},
+        "memory": memory.record(),
         "num_graph_failures": engine.stats.num_graph_failures, "points": points,
     }  # fmt: skip
     print(append_record(options.output, record))

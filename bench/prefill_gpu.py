@@ -32,7 +32,7 @@ from ambidex.engine.engine import Engine
 from ambidex.formats.locate import find_model
 from ambidex.formats.spec import read_spec
 from ambidex.runner.device import TORCH_DTYPES
-from decode_gpu import BLOCK_SIZE, SHAPES, make_model_folder
+from decode_gpu import BLOCK_SIZE, SHAPES, forget_probes, make_model_folder, watch_memory
 from harness import REPO, Quantiles, append_record, environment, measure_seconds, significant
 
 NUM_SINK_TOKENS: Final = 64
@@ -147,10 +147,10 @@ def make_config(folder: str, variant: str, options: Options) -> EngineConfig:
 
 def measure_variant(folder: str, variant: str, options: Options) -> dict[int, dict[str, Any]]:
     """Seconds of each length's prompts in an engine of its own."""
+    watch = watch_memory(options.device)
     start = time.perf_counter()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
     engine = build_engine(make_config(folder, variant, options))
+    forget_probes(watch)
     print(f"{variant}: built in {time.perf_counter() - start:.1f} s", flush=True)
     figures = {}
     for length in options.prompts:
@@ -165,7 +165,7 @@ def measure_variant(folder: str, variant: str, options: Options) -> dict[int, di
             "sections_s": {name: significant((total - sections.get(name, 0.0)) / options.runs, 3)
                            for name, total in engine.stats.seconds.items()},
             "num_moves": engine.stats.num_moves, "num_failed_moves": engine.stats.num_failed_moves,
-            "peak_device_bytes": torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None,
+            "memory": watch.read(engine.figures.ledger).record(),
             "kernels": profile(engine, length, options) if options.profile else None,
         }  # fmt: skip
         print(
@@ -175,6 +175,7 @@ def measure_variant(folder: str, variant: str, options: Options) -> dict[int, di
         )
         for name, used in (figures[length]["kernels"] or {}).items():
             print(f"      {used * 1e3:9.2f} ms  {name[:120]}", flush=True)
+    print(watch.read(engine.figures.ledger).words(), flush=True)
     del engine
     gc.collect()
     if torch.cuda.is_available():

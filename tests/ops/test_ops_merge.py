@@ -8,7 +8,6 @@ from ambidex.kernels import api, dispatch
 from ambidex.kernels.cpu import native
 from truth import assert_within_twice_plain
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 INF = float("inf")
 
 
@@ -21,10 +20,10 @@ def has_native_module() -> bool:
 
 
 IMPLEMENTATIONS = ["reference", "native"] if has_native_module() else ["reference"]  # Triton's: test_ops_triton.py
+PLACES = [*((name, "cpu") for name in IMPLEMENTATIONS), pytest.param("reference", "cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("name", "device"), PLACES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_merge_states_of_two_key_sets_equals_attention_over_both(dtype: torch.dtype, name: str, device: str) -> None:
     torch.manual_seed(0)
@@ -39,8 +38,7 @@ def test_merge_states_of_two_key_sets_equals_attention_over_both(dtype: torch.dt
     assert_within_twice_plain(lse, whole_lse, truth_lse.double(), num_roundings=3)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("name", "device"), PLACES)
 def test_merge_states_with_one_empty_side_gives_the_other(name: str, device: str) -> None:
     out_a = torch.tensor([[[1.0, 2.0]], [[0.0, 0.0]]], device=device)
     out_b = torch.tensor([[[0.0, 0.0]], [[3.0, 4.0]]], device=device)
@@ -51,8 +49,7 @@ def test_merge_states_with_one_empty_side_gives_the_other(name: str, device: str
     assert lse.tolist() == [[5.0], [-200.0]]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("name", "device"), PLACES)
 def test_merge_states_of_two_empty_sides_is_empty(name: str, device: str) -> None:
     out, lse = torch.zeros(2, 3, 4, device=device), torch.full((2, 3), -INF, device=device)
     with dispatch.override("merge_states", name):

@@ -108,10 +108,30 @@ def test_rotate_and_store_equals_rotate_and_stored_rows(
     slots = torch.tensor([7, -1, 0, 11, 4], device=device)[:num_tokens]
     with dispatch.override("rotate_and_store", name):
         turned = api.rotate_and_store(q, k, v, pools[0], pools[1], slots, angles=angles)
-    wanted_q, wanted_k = (api.rotate(x, *angles) if angles else x for x in (q, k))
+    with dispatch.override("rotate", "reference"):
+        wanted_q, wanted_k = (api.rotate(x, *angles) if angles else x for x in (q, k))
     torch.testing.assert_close(turned, wanted_q)
     is_stored = slots >= 0
     for pool, rows in ((pools[0], wanted_k), (pools[1], v)):
         flat = pool.flatten(1, 2)
         torch.testing.assert_close(flat[:, slots[is_stored]], rows[is_stored].transpose(0, 1))
         assert int(flat.isnan().all(-1).sum()) == num_kv_heads * (12 - int(is_stored.sum())), "another row was written"
+
+
+@pytest.mark.parametrize(("device", "dtype"), DTYPE_CASES)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "head_dim", "dim"), [(1, 1, 4, 4), (3, 9, 80, 32), (5, 8, 64, 64), (2, 17, 96, 96)]
+)
+def test_rotate_in_triton_equals_the_reference(
+    num_tokens: int, num_heads: int, head_dim: int, dim: int, device: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    fused = torch.randn(num_tokens, num_heads + 2, head_dim).to(device, dtype)
+    x = fused[:, 1:-1]  # strided, as from one matrix
+    degrees = (torch.rand(num_tokens, dim // 2) * 2 * math.pi).to(device)
+    with dispatch.override("rotate", "reference"):
+        wanted = api.rotate(x, degrees.cos(), degrees.sin())
+    with dispatch.override("rotate", "triton"):
+        turned = api.rotate(x, degrees.cos(), degrees.sin())
+    torch.testing.assert_close(turned, wanted)
+    assert torch.equal(turned[..., dim:], x[..., dim:])

@@ -16,8 +16,9 @@ _STATUS = Path("/proc/self/status")
 class MemoryUse:
     """Bytes above what the process held before the engine was built; None where the kernel or the GPU does not say.
 
-    `host_peak` is resident memory at its largest since the engine is ready (so files mapped while weights were read do
-    not count), `gpu_peak` what torch reserved on the GPU. The predictions are what the ledger holds for the tiers that
+    `host_peak` is resident memory at its largest since the engine is ready, without pages of files: those are mapped
+    weights and libraries (CUDA's are loaded when a kernel is first needed), which the system may take back. `gpu_peak`
+    is what torch reserved on the GPU. The predictions are what the ledger holds for the tiers that
     lie there: both tiers on the host where the accelerator is the CPU.
     """
 
@@ -35,6 +36,15 @@ class MemoryUse:
             "gpu_predicted_bytes": self.gpu_predicted,
         }
 
+    def words(self) -> str:
+        """For people: what was taken at most, over what the ledger promised."""
+        pairs = {"host": (self.host_peak, self.host_predicted), "GPU": (self.gpu_peak, self.gpu_predicted)}
+        return "memory: " + "; ".join(
+            f"{place} {peak / 2**30:.2f} GiB at most, {predicted / 2**30:.2f} in the ledger ({peak / predicted:.3f})"
+            for place, (peak, predicted) in pairs.items()
+            if peak is not None and predicted
+        )
+
 
 class MemoryWatch:
     """Made before the engine is built; told when it is ready.
@@ -44,7 +54,7 @@ class MemoryWatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._before = resident_bytes("VmRSS")
+        self._before = own_bytes("VmRSS")
         self._can_reset = False
         self._device = device
         if device.type == "cuda":
@@ -61,7 +71,7 @@ class MemoryWatch:
     def read(self, ledger: MemoryLedger) -> MemoryUse:
         """What was taken so far."""
         is_cuda = self._device.type == "cuda"
-        peak = resident_bytes("VmHWM") if self._can_reset else None
+        peak = own_bytes("VmHWM") if self._can_reset else None
         known = peak is not None and self._before is not None
         gpu, dram = ledger.used(Tier.GPU), ledger.used(Tier.DRAM)
         return MemoryUse(
@@ -76,3 +86,11 @@ def resident_bytes(field: str) -> int | None:
     """`VmRSS` (now) or `VmHWM` (at most so far) of this process."""
     value = read_fields(_STATUS).get(field)
     return None if value is None else kib_to_bytes(value)
+
+
+def own_bytes(field: str) -> int | None:
+    """`resident_bytes` without pages of files."""
+    values = read_fields(_STATUS)
+    if field not in values or "RssFile" not in values:
+        return None
+    return max(0, kib_to_bytes(values[field]) - kib_to_bytes(values["RssFile"]))

@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from ambidex.core.errors import ConfigError
 from ambidex.core.policy import BoundedScores, H2OForm, HybridGenFeedback, HybridGenMode, PolicyName, resolve_policy
-from ambidex.core.units import GIB, format_count, parse_size
+from ambidex.core.sparsity import OFF, NeuronCache, parse_sparsity
+from ambidex.core.units import GIB, MIB, format_count, parse_size
 
 
 class DeviceKind(StrEnum):
@@ -131,6 +132,24 @@ class EngineConfig:
         None, SettingKind.TEXT,
         "JSON file that says which share of each layer's weights lies where, in place of weights-gpu-memory; auto: as "
         "the cost model finds it fastest on this machine, which `ambidex calibrate` has measured",
+    )  # fmt: skip
+    mlp_sparsity: str = setting(
+        OFF, SettingKind.TEXT,
+        "neurons of MLPs that a step leaves out: off; relu: those that a ReLU sets to 0, exact; cats:SHARE and "
+        "teal:SHARE: those below thresholds that `ambidex calibrate neurons` has measured, which changes answers",
+    )  # fmt: skip
+    neuron_profile: str | None = setting(
+        None, SettingKind.TEXT,
+        "file of `ambidex calibrate neurons`; default: the one that it wrote for this model into the user's cache",
+    )  # fmt: skip
+    neuron_cache: NeuronCache = setting(
+        NeuronCache.OFF, SettingKind.CHOICE,
+        "which neurons of a divided MLP lie on the accelerator, where mlp-sparsity skips the others; off: the first "
+        "ones; static: the most active of the neuron profile, as PowerInfer has it; dynamic: the most active of late",
+    )  # fmt: skip
+    neuron_move_memory: int = setting(
+        8 * MIB, SettingKind.SIZE, "bytes of neurons that dynamic has on their way at a time, both ways together",
+        unit="bytes", low=1,
     )  # fmt: skip
     kv_gpu_tokens: int | None = setting(
         None, SettingKind.INT,
@@ -299,6 +318,11 @@ class EngineConfig:
         if not self.model:
             raise ConfigError("no model is named: give a folder, a .gguf file, a Hub id or smollm2")
         resolve_policy(self)
+        if parse_sparsity(self.mlp_sparsity) is None and self.neuron_cache is not NeuronCache.OFF:
+            raise ConfigError(
+                f"`neuron_cache` is {self.neuron_cache}, but without `mlp_sparsity` all neurons are computed wherever "
+                f"they lie: choose one of its forms, or off"
+            )
         if self.placement is not None and self.weights_gpu_memory is not None:
             raise ConfigError("`placement` and `weights_gpu_memory` both say where weights lie: leave one of them out")
         if self.policy is not PolicyName.EXACT and self.prefix_cache_percent:

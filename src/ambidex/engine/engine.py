@@ -5,6 +5,7 @@ from collections.abc import Callable
 from ambidex.core.errors import InternalError, RequestError
 from ambidex.core.ids import RequestId, Tier
 from ambidex.core.request import FinishReason, Request, SamplingParams
+from ambidex.core.sparsity import NeuronFigures
 from ambidex.core.step import SampledToken
 from ambidex.engine.auto_placement import Predict
 from ambidex.engine.core import EngineCore
@@ -25,6 +26,7 @@ class Engine:
         kv_capacity, weights_bytes: bytes of the KV pools and of the parameters on each tier.
         predict_step: what a decode step should take; None: nobody has worked that out.
         sessions: keeps blocks of the prefix cache on disk; None: nobody does.
+        neuron_figures: what was left out of MLPs so far; None: nothing is.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Engine:
         weights_bytes: dict[Tier, int],
         predict_step: Predict | None = None,
         sessions: Sessions | None = None,
+        neuron_figures: Callable[[], NeuronFigures | None] | None = None,
     ) -> None:
         self.core = core
         self.text = text
@@ -51,6 +54,7 @@ class Engine:
         self.weights_bytes = weights_bytes
         self._kv_bytes = kv_bytes
         self._predict_step = predict_step
+        self._neuron_figures = neuron_figures
         self._cached_bytes = cached_bytes
         self._sessions = sessions
         self._live: dict[RequestId, tuple[Request, AnswerText]] = {}
@@ -61,6 +65,8 @@ class Engine:
         self.core.stats.record_kv(self._kv_bytes(), self._cached_bytes())
         if self._sessions is not None:
             self._sessions.record(self.core.stats)
+        if self._neuron_figures is not None:
+            self.core.stats.neurons = self._neuron_figures()
         return self.core.stats
 
     def compare_decode(self) -> tuple[float, float] | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from ambidex.core.ids import Fallback, Lane, Tier
 from ambidex.core.request import FinishReason, Request
+from ambidex.core.sparsity import NeuronFigures
 from ambidex.core.step import ScheduledRequest, SelectionFigures, StepPlan, StepResult
 from ambidex.kv.prefix_cache import PrefixCacheStats
 
@@ -24,7 +25,7 @@ class EngineStats:
     there, `num_recomputed_tokens` were there, but computed, which was faster. `num_refused_files` were not used, since
     they are not what was written or none of ours; `num_failed_saves` blocks could not be written.
     With `--verify`, `num_verified_blocks` counts comparisons of a block's checksum, corrupt ones those that failed.
-    `selection` is what the policy chose, None if it is `exact`.
+    `selection` is what the policy chose, None if it is `exact`; `neurons` is what was left out of MLPs.
 
     A step in which each request computes one token counts for decode, any other for prefill, with all its seconds.
     `num_prefill_tokens` are those computed in chunks there, `num_decode_tokens` those answered in decode steps, and
@@ -58,6 +59,7 @@ class EngineStats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     selection: SelectionFigures | None = None
+    neurons: NeuronFigures | None = None
     kv_bytes: dict[Tier, int] = field(default_factory=dict)
     cached_bytes: dict[Tier, int] = field(default_factory=dict)
     peak_kv_bytes: dict[Tier, int] = field(default_factory=dict)

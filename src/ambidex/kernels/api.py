@@ -337,8 +337,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ShapeError: shapes do not fit.
     """
     _check_angles(x, cos, sin)
-    if choose("rotate", x.device.type).name == "native" and _is_small_fp32(x, cos, sin):
-        return native_rows.rotate(x, cos, sin)
+    match choose("rotate", x.device.type).name:
+        case "native" if _is_small_fp32(x, cos, sin):
+            return native_rows.rotate(x, cos, sin)
+        case "triton":
+            from ambidex.kernels.triton import rope as triton_rope
+
+            return triton_rope.rotate(x, cos, sin)
     return rope.rotate(x, cos, sin)
 
 

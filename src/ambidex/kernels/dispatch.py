@@ -21,7 +21,7 @@ IMPLEMENTATIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "quantized_linear": ("reference", "triton"),
     "rms_norm": ("reference", "torch", "native", "triton"),
     "add_rms_norm": ("reference", "torch", "native", "triton"),
-    "rotate": ("reference", "native"),
+    "rotate": ("reference", "native", "triton"),
     "layer_norm": ("reference", "torch"),
     "rotate_and_store": ("reference", "triton"),
     "silu_mul": ("reference", "native", "triton"),

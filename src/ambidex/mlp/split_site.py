@@ -167,7 +167,9 @@ class SplitSite:
         lanes = self._lanes
         host = self._levels[lanes.level_of(x.shape[0])]
         answer = lanes.begin_host(host.side, x) if host.side is not None else None
-        products = [(self._on_gpu.rows, self._on_gpu(x))] if self._on_gpu is not None else []
+        products = []
+        if self._on_gpu is not None:  # counted where the CPU counts its own
+            products.append((self._on_gpu.rows, self._on_gpu(x, is_counted=answer is not None)))
         for streamed in host.streamed:
             lanes.ring.take(streamed.lap, streamed.place)
             products.append((streamed.part.rows, streamed.part(x)))

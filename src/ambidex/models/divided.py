@@ -6,7 +6,7 @@ DividedWeights.bind    when they are filled: each place computes with its parts
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ambidex.core.errors import ConfigError
 from ambidex.core.model_spec import Activation
 from ambidex.core.placement import Placement, WeightSizes, WeightSplit
+from ambidex.core.sparsity import NeuronMask
 from ambidex.core.units import MIB
 from ambidex.kernels.linear import LinearContext
 from ambidex.layers.linear import Linear
@@ -23,7 +24,11 @@ from ambidex.layers.mlp import Neurons
 from ambidex.layers.split_matrix import Piece, SplitMatrix
 from ambidex.mlp.cuts import Cuts, SiteShape
 from ambidex.mlp.host_lane import HostSide
+from ambidex.mlp.hot_neurons import NeuronMap
+from ambidex.mlp.neuron_cache import CachedLayer, NeuronCounts
+from ambidex.mlp.neuron_mover import NeuronMover, NeuronPlace
 from ambidex.mlp.parts import Part, Rows
+from ambidex.mlp.sparse_side import SparseContext, SparseSide, find_scattered, lay_out
 from ambidex.mlp.split_site import HostParts, HostPlace, SplitSite, StreamedPart, WeightLanes
 from ambidex.models.base import CausalLM, LinearSite
 from ambidex.models.quantized import count_weights_bytes, names_of_parameters
@@ -70,13 +75,19 @@ class DividedBytes:
 
 
 def plan_sites(
-    model: CausalLM, placement: Placement, *, chunk_size: int, kinds: Mapping[str, str] = _NO_KINDS
+    model: CausalLM,
+    placement: Placement,
+    *,
+    chunk_size: int,
+    kinds: Mapping[str, str] = _NO_KINDS,
+    skips_neurons: bool = False,
 ) -> list[SitePlan]:
     """Cut the rows of every place, in the order of use.
 
     Args:
         chunk_size: numbers of a chunk in DRAM, at most.
         kinds: GGUF types of matrices that stay as they are stored, by name; those of a place must all be of one.
+        skips_neurons: whether the last matrix of an MLP lies neuron by neuron; quantised ones never do.
     Raises:
         ConfigError: the placement is for another number of layers, or divides a table that is shared.
     """
@@ -90,6 +101,8 @@ def plan_sites(
         site: LinearSite | Neurons, split: WeightSplit, layer_idx: int | None, *, is_before_attention: bool = False
     ) -> None:
         shape = _shape_of(site, of_layers)
+        if skips_neurons and shape.num_out and shape.kind is None:
+            shape = replace(shape, is_neuron_major=True)
         cuts = Cuts.of(shape, split, chunk_size=chunk_size)
         plans.append(
             SitePlan(site=site, shape=shape, cuts=cuts, layer_idx=layer_idx, is_before_attention=is_before_attention)
@@ -187,6 +200,8 @@ class DividedWeights:
         memory: HostMemory = HOST_MEMORY,
     ) -> None:
         self._plans = plans
+        self._sparse: SparseContext | None = None
+        self._biases: dict[LinearSite | Neurons, list[Tensor]] = {}
         self._linear, self._host_linear, self._dtype = linear, host_linear, dtype
         near = _Arena([(plan.shape, plan.cuts.on_gpu) for plan in plans], dtype, device)
         far = _Arena([(plan.shape, rows) for plan in plans for rows in _host_chunks(plan)], dtype, torch.device("cpu"))
@@ -209,22 +224,71 @@ class DividedWeights:
                 layer.weight = matrix
                 self.matrices[f"{names[layer]}.weight"] = matrix
 
-    def bind(self, lanes: WeightLanes) -> None:
-        """Let each place compute with its parts; the weights and biases are filled."""
+    def bind(
+        self, lanes: WeightLanes, sparse: SparseContext | None = None, *, counts_neurons: bool = False
+    ) -> dict[int, CachedLayer]:
+        """Let each place compute with its parts; the weights and biases are filled.
+
+        Args:
+            sparse: what the CPU's parts of MLPs share that leave out neurons; None: they compute all.
+            counts_neurons: count which neurons are active, where some lie on the accelerator and some with the CPU.
+        Returns:
+            Those MLPs by layer, if they are counted.
+        """
+        self._sparse = sparse
         sides = [self._host_parts(plan, host[: len(plan.cuts.on_cpu)]) for plan, host in self._host_rows()]
-        by_level = [self._bind_level(lanes, index, sides, level.cpu_share) for index, level in enumerate(lanes.levels)]
-        for place, (plan, (gpu, _)) in enumerate(zip(self._plans, self._rows, strict=True)):
+        near = [self._part(plan, gpu, None) if len(gpu.rows) else None
+                for plan, (gpu, _) in zip(self._plans, self._rows, strict=True)]  # fmt: skip
+        cached: dict[int, CachedLayer] = {}
+        if counts_neurons and sparse is not None:
+            cached = self._count_neurons(near, sides)
+        by_level = [
+            self._bind_level(lanes, index, sides, level.cpu_share, cached) for index, level in enumerate(lanes.levels)
+        ]
+        for place, plan in enumerate(self._plans):
             plan.site.stand_in = SplitSite(
                 plan.shape,
-                self._part(plan, gpu, None) if len(gpu.rows) else None,
+                near[place],
                 [parts[place] for parts in by_level],
                 lanes,
                 sizes=_answer_sizes(plan.site),
                 bias=_last_bias(plan.site),
             )
+        return cached
+
+    def _count_neurons(self, near: Sequence[Part | None], sides: Sequence[Sequence[Part]]) -> dict[int, CachedLayer]:
+        """The MLPs whose neurons may change places, with counters that their parts add to."""
+        places = {
+            plan.layer_idx: NeuronPlace(
+                near=own, table=table, rows=rows,
+                biases=[*_neuron_biases(plan.site), *self._host_biases(plan)],
+            )
+            for plan, own, parts in zip(self._plans, near, sides, strict=True)
+            if can_change_places(plan) and own is not None and find_scattered(plan.shape, parts) is None
+            for table, rows in [lay_out(plan.shape, parts)]
+            if plan.layer_idx is not None
+        }  # fmt: skip
+        num_near = sum(place.num_near for place in places.values())
+        counters = torch.zeros(num_near, dtype=torch.int32, device=self.ring.device)
+        cached: dict[int, CachedLayer] = {}
+        start = 0
+        for layer_idx, place in places.items():
+            place.near.counts = counters[start : start + place.num_near]
+            start += place.num_near
+            cached[layer_idx] = CachedLayer(
+                place=place,
+                counts=NeuronCounts(place.near.counts, place.num_far),
+                neurons=NeuronMap(range(place.num_near), range(place.num_near, place.num_near + place.num_far)),
+            )
+        return cached
 
     def _bind_level(
-        self, lanes: WeightLanes, level: int, sides: Sequence[Sequence[Part]], cpu_share: float
+        self,
+        lanes: WeightLanes,
+        level: int,
+        sides: Sequence[Sequence[Part]],
+        cpu_share: float,
+        cached: Mapping[int, CachedLayer],
     ) -> list[HostParts]:
         """What becomes of each place's rows in DRAM if the CPU multiplies a share of its chunks."""
         num_on_cpu = _share_out([len(parts) for parts in sides], cpu_share)
@@ -234,7 +298,8 @@ class DividedWeights:
         made: list[HostParts] = []
         first = 0
         for plan, parts, num, host in zip(self._plans, sides, num_on_cpu, travelling, strict=True):
-            side = HostSide(plan.shape, parts[:num]) if num else None
+            counted = cached.get(plan.layer_idx) if plan.layer_idx is not None else None
+            side = self._make_side(plan.shape, parts[:num], counted) if num else None
             made.append(HostParts(side=side, streamed=self._streamed(plan, host, lap, first)))
             first += len(host)
             if side is not None:
@@ -243,6 +308,20 @@ class DividedWeights:
                     HostPlace(side=side, layer_idx=plan.layer_idx, is_before_attention=plan.is_before_attention),
                 )
         return made
+
+    def _make_side(self, shape: SiteShape, parts: Sequence[Part], counted: CachedLayer | None) -> HostSide:
+        if self._sparse is not None and shape.is_neuron_major and find_scattered(shape, parts) is None:
+            return SparseSide(shape, parts, self._sparse, None if counted is None else counted.counts)
+        return HostSide(shape, parts)
+
+    def host_neurons(self) -> list[tuple[SiteShape, list[Part]]]:
+        """The CPU's parts of each MLP whose neurons can be left out, for measurements: the weights are filled."""
+        found = [
+            (plan.shape, self._host_parts(plan, host[: len(plan.cuts.on_cpu)]))
+            for plan, host in self._host_rows()
+            if plan.shape.is_neuron_major and plan.cuts.on_cpu
+        ]
+        return [(shape, parts) for shape, parts in found if find_scattered(shape, parts) is None]
 
     def host_parts(self) -> list[Part]:
         """Parts that the CPU multiplies, of one place after the other, for measurements: the weights are filled."""
@@ -266,16 +345,47 @@ class DividedWeights:
     def _part(self, plan: SitePlan, rows: Rows, memory: Tensor | None) -> Part:
         """A part on the accelerator, with its numbers elsewhere than in DRAM if `memory` is given."""
         numbers = rows if memory is None else Rows(plan.shape, rows.rows, memory, self._dtype)
-        part = Part(numbers, _activation_of(plan.site), self._linear)
+        part = Part(numbers, _activation_of(plan.site), self._linear, _mask_of(plan.site))
         part.bind(_neuron_biases(plan.site))
         return part
 
     def _host_parts(self, plan: SitePlan, host: Sequence[Rows]) -> list[Part]:
-        parts = [Part(rows, _activation_of(plan.site), self._host_linear) for rows in host]
-        biases = [bias.to("cpu", torch.float32) for bias in _neuron_biases(plan.site)]
+        parts = [Part(rows, _activation_of(plan.site), self._host_linear, _mask_of(plan.site)) for rows in host]
         for part in parts:
-            part.bind(biases)
+            part.bind(self._host_biases(plan))
         return parts
+
+    def _host_biases(self, plan: SitePlan) -> list[Tensor]:
+        """The biases before the activation as the CPU adds them: one copy, which all parts see; they are filled."""
+        if plan.site not in self._biases:
+            self._biases[plan.site] = [bias.to("cpu", torch.float32, copy=True) for bias in _neuron_biases(plan.site)]
+        return self._biases[plan.site]
+
+
+def can_change_places(plan: SitePlan) -> bool:
+    """Whether neurons of a place lie on the accelerator and with the CPU, and biases can follow them."""
+    has_bias = bool(_neuron_biases(plan.site))
+    return (
+        plan.shape.is_neuron_major
+        and len(plan.cuts.on_gpu) > 0
+        and len(plan.cuts.on_cpu) > 0
+        and not (has_bias and plan.shape.num_ins > 1)  # several biases may be copied into one vector
+    )
+
+
+def most_moved_pairs(plans: Sequence[SitePlan], num_bytes: int, number_bytes: int) -> tuple[int, int]:
+    """Pairs of neurons that change places at a time within a budget, at least one, and the bytes of their buffers."""
+    moving = [plan for plan in plans if can_change_places(plan)]
+    if not moving:
+        return 0, 0
+    neuron_bytes = moving[0].shape.num_bytes(1, number_bytes)
+    most = min(max(len(plan.cuts.on_gpu) for plan in moving), max(_num_on_cpu(plan) for plan in moving))
+    pairs = max(1, min(most, num_bytes // NeuronMover.buffer_bytes(neuron_bytes, 1)))
+    return pairs, NeuronMover.buffer_bytes(neuron_bytes, pairs)
+
+
+def _num_on_cpu(plan: SitePlan) -> int:
+    return sum(len(rows) for rows in plan.cuts.on_cpu)
 
 
 def _share_out(counts: Sequence[int], share: float) -> list[int]:
@@ -355,6 +465,10 @@ def _answer_sizes(site: LinearSite | Neurons) -> list[int]:
 
 def _activation_of(site: LinearSite | Neurons) -> Activation | None:
     return site.activation if isinstance(site, Neurons) else None
+
+
+def _mask_of(site: LinearSite | Neurons) -> NeuronMask | None:
+    return site.mask if isinstance(site, Neurons) else None
 
 
 def _neuron_biases(site: LinearSite | Neurons) -> list[Tensor]:

@@ -119,6 +119,18 @@ class _EngineCollector(Collector):
         for kind in Fallback:
             fallbacks.add_metric((kind,), stats.fallbacks[kind])
         yield fallbacks
+        if stats.neurons is not None:
+            neurons = stats.neurons
+            cache = neurons.cache
+            for name, text, count in (
+                ("neurons", "neurons of MLPs in DRAM, once a token", neurons.num_neurons),
+                ("active_neurons", "those that a token needed", neurons.num_active),
+                ("neuron_cache_lookups", "active neurons, once a token", cache.num_active if cache else 0),
+                ("neuron_cache_hits", "those that lay on the accelerator", cache.num_hits if cache else 0),
+                ("moved_neuron_bytes", "neurons that changed places, both ways", cache.moved_bytes if cache else 0),
+                ("failed_neuron_moves", "moves that failed", cache.num_failed_moves if cache else 0),
+            ):
+                yield CounterMetricFamily(f"ambidex_{name}", text, value=count)
         for name, text, count in (
             ("steps", "steps of the engine", stats.num_steps),
             ("computed_tokens", "tokens computed, prompts included", stats.num_computed_tokens),

@@ -18,10 +18,13 @@ from ambidex.core.kv_spec import KVOrder, StreamBuffers
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.placement import Placement
 from ambidex.core.policy import PolicyName, resolve_policy
+from ambidex.core.sparsity import NeuronCache
 from ambidex.core.step import make_buckets
 from ambidex.core.units import format_size
+from ambidex.cost.weights import DIVIDED_ON_CPU, DIVIDED_ON_GPU, PLAIN, WHOLE_ON_CPU, Residence
 from ambidex.engine.auto_placement import AUTO, AutoPlacement, Budgets, solve_weights
 from ambidex.engine.bounded_form import BoundedForm, choose_bounded_form
+from ambidex.engine.compose.sparsity import SparsityChoice, choose_sparsity
 from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
 from ambidex.engine.memory import (
     FixedBytes,
@@ -52,12 +55,14 @@ from ambidex.kernels.cpu.native import ThreadPool
 from ambidex.kernels.dispatch import choose
 from ambidex.kernels.reference.quantized import RECORD_BYTES as GPU_KINDS
 from ambidex.layers.linear import Linear
+from ambidex.models.base import CausalLM
 from ambidex.models.divided import (
     ALIGNMENT_BYTES,
     DividedBytes,
     RingSizes,
     count_bytes,
     measure_weights,
+    most_moved_pairs,
     plan_sites,
 )
 from ambidex.models.quantized import count_weights_bytes, find_kept
@@ -92,6 +97,7 @@ class Choices:
     bounded: BoundedForm
     stream: StreamBuffers | None
     weights: "WeightChoices"
+    sparsity: SparsityChoice | None
     memory: MemoryPlan
 
 
@@ -107,6 +113,8 @@ class WeightChoices:
     kinds: Mapping[str, str] = field(default_factory=dict)
     auto: AutoPlacement | None = None
     """What was solved, if it was."""
+    moved_pairs: int = 0
+    """Pairs of neurons that change places at a time; 0: none can."""
 
 
 def default_num_threads(device: torch.device) -> int:
@@ -140,7 +148,16 @@ def make_choices(
     keeps = config.load_format is not LoadFormat.DUMMY and keeps_quantized(
         config.dtype, is_quantized=spec.is_quantized, device=device, has_native=threads is not None
     )
+    skeleton = build_model(
+        spec,
+        device=torch.device("meta"),
+        dtype=TORCH_DTYPES[dtype],
+        activation_dtype=TORCH_DTYPES[activation_dtype(dtype, device)],
+    )
+    sparsity = choose_sparsity(config, spec, source, skeleton)
     form, form_why = (decode_form, "asked for") if decode_form else _choose_decode_form(config, spec, device, threads)
+    if sparsity is not None and form is DecodeForm.PROGRAM:
+        form, form_why = DecodeForm.ORDINARY, "which neurons are skipped is known only in the step"
     has_row_ops = is_cuda or form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
     kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
     bounded = choose_bounded_form(config, kv.specs, why_ordinary=form_why if form is DecodeForm.ORDINARY else None)
@@ -166,9 +183,11 @@ def make_choices(
     buckets = decode_buckets(config) if form is DecodeForm.CAPTURED else ()
     fixed = fixed_bytes(config, spec, activations=activations, graph_buckets=buckets, stream=stream)
     weights = _choose_weights(
-        config, spec, dtype, device, kv, keeps_quantized=keeps, free=free, fixed=fixed, ring=weight_ring,
+        config, spec, skeleton, dtype, device, kv, keeps_quantized=keeps, free=free, fixed=fixed, ring=weight_ring,
         profile=profile,
         dummy_kind=dummy_kind,
+        stream_blocks=stream.step_blocks if stream is not None else 0,
+        skips_neurons=sparsity is not None,
     )  # fmt: skip
     if weights.placement is not None:
         check_placement(config, looks_ahead=Need.LOOK_AHEAD in policy.needs, placement=weights.placement)
@@ -187,6 +206,7 @@ def make_choices(
         bounded=bounded,
         stream=stream,
         weights=weights,
+        sparsity=sparsity,
         memory=plan_memory(
             config,
             spec,
@@ -202,6 +222,7 @@ def make_choices(
 def _choose_weights(
     config: EngineConfig,
     spec: ModelSpec,
+    skeleton: CausalLM,
     dtype: DType,
     device: torch.device,
     kv: KVFormat,
@@ -212,18 +233,17 @@ def _choose_weights(
     ring: RingSizes | None,
     profile: HardwareProfile | None,
     dummy_kind: str | None,
+    stream_blocks: int,
+    skips_neurons: bool,
 ) -> WeightChoices:
     """Where weights lie: as a file or the solver says, or what fits on the accelerator there and the rest in DRAM.
 
+    Args:
+        skips_neurons: whether the CPU leaves out neurons; then all that lies in DRAM is its part, of which the rates
+            that are measured at start give some to the link.
     Raises:
         ConfigError: the file cannot be used, or what cannot be divided does not fit.
     """
-    skeleton = build_model(
-        spec,
-        device=torch.device("meta"),
-        dtype=TORCH_DTYPES[dtype],
-        activation_dtype=TORCH_DTYPES[activation_dtype(dtype, device)],
-    )
     as_stored = find_kept(spec) if keeps_quantized else {}
     kinds = as_stored if device.type == "cpu" else _find_kinds_for_gpu(config, spec)
     if dummy_kind is not None:
@@ -235,21 +255,25 @@ def _choose_weights(
     chunk_size = ring.chunk_bytes // dtype.num_bytes
     auto: AutoPlacement | None = None
     if config.placement == AUTO:
+        profile = profile or _read_profile(device)
         num_parts = len(plan_sites(skeleton, Placement.all_on_gpu(spec.num_layers), chunk_size=chunk_size))
         auto = solve_weights(
             config,
             spec,
             dtype=dtype,
-            profile=profile or _read_profile(device),
+            profile=profile,
             budgets=Budgets(
                 gpu=budget,
                 dram=config.dram_memory if config.dram_memory is not None else free.dram,
                 gpu_fixed=fixed.total + num_parts * ALIGNMENT_BYTES,
                 ring=ring.num_slots * ring.chunk_bytes,
+                stream_blocks=stream_blocks,
             ),
+            residence=_find_residence(device, has_kinds=bool(kinds), is_whole=profile.gpu is None),
+            kind=dummy_kind,
         )
         placement, why = auto.placement, auto.why
-        if placement.is_all_on_gpu:
+        if placement.is_all_on_gpu and (device.type == "cpu" or not kinds):  # else only divided ones stay as stored
             return WeightChoices(placement=None, why=why, ring=ring, bytes=WeightBytes(on_gpu=total), auto=auto)
     elif config.placement is not None:
         placement, why = read_placement(config.placement, spec.num_layers), f"as {config.placement} says"
@@ -262,10 +286,12 @@ def _choose_weights(
         if wanted is None or wanted >= total:
             return WeightChoices(placement=None, why="they fit", ring=ring, bytes=WeightBytes(on_gpu=total))
         sizes = measure_weights(skeleton, dtype.num_bytes, kinds=kinds, whole_kinds=as_stored)
-        share = STREAMED_SHARE if device.type == "cuda" else 0.0
+        share = STREAMED_SHARE if device.type == "cuda" and not skips_neurons else 0.0
         in_dram = fill_placement(sizes, 0, streamed_share=share)
         nothing = plan_sites(skeleton, in_dram, chunk_size=chunk_size, kinds=kinds)
         least = sizes.whole + count_bytes(nothing, ring, dtype.num_bytes).ring + ALIGNMENT_BYTES * len(nothing)
+        if config.neuron_cache is not NeuronCache.OFF:
+            least += config.neuron_move_memory
         if wanted < least:
             raise ConfigError(
                 f"`weights_gpu_memory` {format_size(wanted)} ({why}) is too small: embedding, norms and buffers for "
@@ -273,17 +299,32 @@ def _choose_weights(
             )
         placement = fill_placement(sizes, wanted - least, streamed_share=share)
     sizes = measure_weights(skeleton, dtype.num_bytes, kinds=kinds, whole_kinds=as_stored)
-    plans = plan_sites(skeleton, placement, chunk_size=chunk_size, kinds=kinds)
+    plans = plan_sites(skeleton, placement, chunk_size=chunk_size, kinds=kinds, skips_neurons=skips_neurons)
     parts = count_bytes(plans, ring, dtype.num_bytes)
+    pairs, moving = 0, 0
+    if config.neuron_cache is not NeuronCache.OFF:
+        pairs, moving = most_moved_pairs(plans, config.neuron_move_memory, dtype.num_bytes)
     return WeightChoices(
         placement=placement,
         why=why,
         ring=ring,
-        bytes=WeightBytes(on_gpu=sizes.whole + parts.on_gpu, in_dram=parts.on_cpu + parts.streamed, ring=parts.ring),
+        bytes=WeightBytes(
+            on_gpu=sizes.whole + parts.on_gpu, in_dram=parts.on_cpu + parts.streamed, ring=parts.ring, moving=moving
+        ),
         parts=parts,
         kinds=kinds,
         auto=auto,
+        moved_pairs=pairs,
     )
+
+
+def _find_residence(device: torch.device, *, has_kinds: bool, is_whole: bool) -> Residence:
+    """Which quantised matrices stay as they are stored."""
+    if not has_kinds:
+        return PLAIN
+    if device.type == "cuda":
+        return DIVIDED_ON_GPU
+    return WHOLE_ON_CPU if is_whole else DIVIDED_ON_CPU
 
 
 def _find_kinds_for_gpu(config: EngineConfig, spec: ModelSpec) -> dict[str, str]:

@@ -146,6 +146,7 @@ def build_engine(
         tracer=tracer,
         device_clock=trace.device_clock,
         bounded=bounded,
+        before_step=None if divided is None or divided.cache is None else divided.cache.before_step,
     )
 
     def kv_bytes() -> dict[Tier, int]:
@@ -200,6 +201,7 @@ def build_engine(
             for tier in pools
         },
         sessions=sessions,
+        neuron_figures=None if divided is None else divided.neuron_figures,
         predict_step=choices.weights.auto.predict_step_s if choices.weights.auto is not None else None,
     )
 

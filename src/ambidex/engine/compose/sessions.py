@@ -36,13 +36,20 @@ def find_identity(config: EngineConfig, choices: Choices) -> CacheIdentity:
     """Of one engine; where blocks outlive it, also the content of the weights, and the version that computed them.
 
     Raises:
-        ConfigError: blocks are to be kept on disk, but there is no prefix cache.
+        ConfigError: blocks are to be kept on disk, but there is no prefix cache, or K and V are not exact.
         ModelError: the files cannot be read.
     """
-    parts: list[object] = [choices.source.name, choices.spec, choices.dtype, sorted(choices.kv.specs.items())]
+    skipped = None if choices.sparsity is None else str(choices.sparsity.sparsity)
+    formats = sorted(choices.kv.specs.items())
+    parts: list[object] = [choices.source.name, choices.spec, choices.dtype, formats, skipped]
     if config.session_dir is not None:
         if not config.prefix_cache_percent:
             raise ConfigError("`session_dir` needs a prefix cache: set `prefix_cache_percent`, too")
+        if choices.sparsity is not None and not choices.sparsity.sparsity.kind.is_exact:
+            raise ConfigError(
+                f"`session_dir` keeps what other engines use, too, and `mlp_sparsity` {skipped} computes K and V by a "
+                f"profile that may change: leave one out"
+            )
         parts[0] = fingerprint(choices.source.files)
         parts += [config.load_format, config.seed, _version()]
     return CacheIdentity(repr(tuple(parts)))

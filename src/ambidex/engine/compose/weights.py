@@ -1,16 +1,24 @@
 """The model with its weights, where they belong; and, where they are divided, who computes with them."""
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from ambidex.core.config import EngineConfig, LoadFormat
+from ambidex.core.sparsity import NeuronCache as CacheChoice
+from ambidex.core.sparsity import NeuronFigures
 from ambidex.engine.compose.choices import Choices
+from ambidex.engine.compose.sparsity import set_masks
 from ambidex.kernels.linear import LinearContext
 from ambidex.mlp.host_lane import HostLane
+from ambidex.mlp.hot_neurons import AveragedNeurons, StaticNeurons
+from ambidex.mlp.neuron_cache import CachedLayer, NeuronCache
 from ambidex.mlp.rates import LaneRates, keep_whole, measure_rates
+from ambidex.mlp.sparse_rates import NO_COSTS, measure_costs, sparse_rates
+from ambidex.mlp.sparse_side import SparseContext, SparsityCounts
 from ambidex.mlp.split_site import Level, WeightLanes
 from ambidex.models.base import CausalLM
 from ambidex.models.divided import (
@@ -32,6 +40,23 @@ class Divided:
     weights: DividedWeights
     lanes: WeightLanes
     rates: LaneRates | None
+    sparse: SparseContext | None = None
+    """What the CPU's parts of MLPs share that leave out neurons."""
+    cache: NeuronCache | None = None
+    """What keeps hot neurons on the accelerator."""
+
+    def neuron_figures(self) -> NeuronFigures | None:
+        """What was left out so far; None: nothing can be."""
+        if self.sparse is None:
+            return None
+        counts = self.sparse.counts
+        return NeuronFigures(
+            num_neurons=counts.num_neurons,
+            num_active=counts.num_active,
+            num_rows=counts.num_rows,
+            num_rows_read=counts.num_rows_read,
+            cache=None if self.cache is None else self.cache.figures(),
+        )
 
 
 def load_model(
@@ -52,6 +77,8 @@ def load_model(
         linear=linear,
         matrix_device=torch.device("meta") if choices.keeps_quantized or is_divided else None,
     )
+    if choices.sparsity is not None:
+        set_masks(model, choices.sparsity)
     divided = None
     host_linear = linear if device.type == "cpu" else LinearContext(choices.threads)
     if choices.weights.placement is not None:
@@ -63,6 +90,7 @@ def load_model(
                 choices.weights.placement,
                 chunk_size=sizes.chunk_bytes // choices.dtype.num_bytes,
                 kinds=choices.weights.kinds,
+                skips_neurons=choices.sparsity is not None,
             ),
             sizes=sizes,
             device=device,
@@ -88,15 +116,19 @@ def load_model(
     if divided is None:
         return model.eval(), None
     levels, rates = [Level(most_tokens=sys.maxsize, cpu_share=1.0)], None
-    if cpu_levels is not None:
-        levels = list(cpu_levels)
-    elif device.type == "cuda" and (parts := divided.host_parts()):
+    sparse = _make_sparse(choices, divided, host_linear)
+    if device.type == "cuda" and (parts := divided.host_parts()):
         rates = measure_rates(parts, host_linear, divided.host_chunks(), divided.ring.slots)
+        if sparse is not None and choices.sparsity is not None:
+            share = choices.sparsity.active_share
+            rates = replace(rates, cpu=sparse_rates(divided.host_neurons(), sparse, active_share=share))
         sizes_in_dram = choices.weights.parts
         assert sizes_in_dram is not None, "divided weights were counted"
         levels = rates.levels(on_cpu=sizes_in_dram.on_cpu, streamed=sizes_in_dram.streamed)
         if choices.weights.auto is not None:
             levels = keep_whole(levels, choices.weights.auto.workload.batch)
+    if cpu_levels is not None:  # measured all the same, for the faster form of the CPU's products
+        levels = list(cpu_levels)
     lanes = WeightLanes(
         divided.ring,
         dtype=TORCH_DTYPES[activation_dtype(choices.dtype, device)],
@@ -105,5 +137,41 @@ def load_model(
         begin_host=HostLane(device).begin,
         owner=divided,
     )
-    divided.bind(lanes)
-    return model.eval(), Divided(weights=divided, lanes=lanes, rates=rates)
+    cached = divided.bind(lanes, sparse, counts_neurons=choices.weights.moved_pairs > 0)
+    cache = _make_cache(config, choices, cached, device) if cached else None
+    return model.eval(), Divided(weights=divided, lanes=lanes, rates=rates, sparse=sparse, cache=cache)
+
+
+def _make_cache(
+    config: EngineConfig, choices: Choices, cached: Mapping[int, CachedLayer], device: torch.device
+) -> NeuronCache:
+    """What keeps hot neurons on the accelerator, beginning with the most active of the profile if there is one."""
+    layers = list(cached.values())
+    num_neurons = max(layer.place.num_near + layer.place.num_far for layer in layers)
+    activity = np.zeros((len(layers), max(num_neurons, choices.spec.intermediate_size)), dtype=np.float32)
+    profile = choices.sparsity.profile if choices.sparsity is not None else None
+    if profile is not None:
+        activity[:, : choices.spec.intermediate_size] = profile.activity[list(cached)]
+    is_dynamic = config.neuron_cache is CacheChoice.DYNAMIC
+    cache = NeuronCache(
+        layers,
+        AveragedNeurons(activity.astype(np.float64)) if is_dynamic else StaticNeurons(),
+        most_pairs=choices.weights.moved_pairs,
+        moves=is_dynamic,
+        device=device,
+    )
+    if profile is not None:
+        cache.arrange(list(activity))
+    return cache
+
+
+def _make_sparse(choices: Choices, divided: DividedWeights, linear: LinearContext) -> SparseContext | None:
+    """What the CPU's parts of MLPs share that leave out neurons, with costs as measured; None: there are none."""
+    places = divided.host_neurons() if choices.sparsity is not None else []
+    if not places:
+        return None
+    context = SparseContext(linear=linear, num_threads=choices.num_threads, costs=NO_COSTS)
+    with torch.inference_mode():
+        context.costs = measure_costs(places, context)
+    context.counts = SparsityCounts()
+    return context

@@ -1,0 +1,99 @@
+"""What leaving out neurons costs on this machine, measured when an engine starts: seconds a row of each form, and the
+rate of whole places at a share of active neurons."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ambidex.core.units import MIB
+from ambidex.mlp.cuts import SiteShape
+from ambidex.mlp.parts import Part
+from ambidex.mlp.rates import TOKENS
+from ambidex.mlp.sparse_side import Form, FormCosts, SparseContext, SparseSide
+
+PROBE_SHARE: Final = 0.06
+"""Of the neurons, that are active where a form's cost a row is measured: the cost does not depend on it much, and so
+few rows of different places do not come from caches."""
+_PROBE_BYTES: Final = 256 * MIB
+"""Of weights that each figure reads or chooses from."""
+_NUM_PROBES: Final = 2
+NO_COSTS: Final = FormCosts(bags={}, union={}, dense={})
+"""Nothing was measured: all is dense."""
+
+Place = tuple[SiteShape, Sequence[Part]]
+
+
+def measure_costs(places: Sequence[Place], context: SparseContext) -> FormCosts:
+    """Seconds a row of each form by tokens of a step, with the last matrices of some MLPs.
+
+    Args:
+        places: neurons that the CPU multiplies.
+    Cost: reads some 256 MiB of weights twice for each of 7 sizes and 3 forms; tenths of a second on a server.
+    """
+    sides = [SparseSide(shape, parts, context) for shape, parts in _take(places)]
+    bags: dict[int, float] = {}
+    union: dict[int, float] = {}
+    dense: dict[int, float] = {}
+    for num_tokens in TOKENS:
+        active = [_some_active(side.num_neurons, num_tokens, PROBE_SHARE) for side in sides]
+        own = sum(int(neurons.ne(0).sum()) for neurons in active)
+        rows = sum(int(neurons.ne(0).any(0).sum()) for neurons in active)
+        whole = sum(side.num_neurons for side in sides)
+        for costs, form, num_rows in ((bags, Form.BAGS, own), (union, Form.UNION, rows), (dense, Form.DENSE, whole)):
+            costs[num_tokens] = _time(lambda form=form, active=active: _sum_up(sides, active, form)) / num_rows  # type: ignore[misc]  # mypy does not infer defaults of lambdas
+    return FormCosts(bags=bags, union=union, dense=dense)
+
+
+def sparse_rates(places: Sequence[Place], context: SparseContext, *, active_share: float) -> dict[int, float]:
+    """Bytes of weights a second, counted as if all were read, by tokens of a step, at a share of active neurons.
+
+    Args:
+        active_share: of the neurons, for a token, as a profile has it.
+    """
+    some = _take(places)
+    sides = [SparseSide(shape, parts, context) for shape, parts in some]
+    num_bytes = sum(part.num_bytes for _, parts in some for part in parts)
+    rates: dict[int, float] = {}
+    for num_tokens in TOKENS:
+        x = torch.randn(num_tokens, sides[0].shape.num_in)
+        active = [_some_active(side.num_neurons, num_tokens, active_share) for side in sides]
+        rates[num_tokens] = num_bytes / _time(
+            lambda x=x, active=active: [side.compute_as_if(x, h) for side, h in zip(sides, active, strict=True)]  # type: ignore[misc]
+        )
+    return rates
+
+
+def _sum_up(sides: Sequence[SparseSide], active: Sequence[Tensor], form: Form) -> None:
+    for side, neurons in zip(sides, active, strict=True):
+        side.sum_up(neurons, form)
+
+
+def _some_active(num_neurons: int, num_tokens: int, share: float) -> Tensor:
+    """h [T, n] with a random share of numbers other than 0, and one at least."""
+    neurons = torch.where(torch.rand(num_tokens, num_neurons) < share, 1.0, 0.0)
+    neurons[:, 0] = 1.0
+    return neurons
+
+
+def _time(run: Callable[[], object]) -> float:
+    best = float("inf")
+    for _ in range(_NUM_PROBES):
+        start = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _take(places: Sequence[Place]) -> list[Place]:
+    """The first places that together have so many bytes."""
+    taken: list[Place] = []
+    left = _PROBE_BYTES
+    for shape, parts in places:
+        taken.append((shape, parts))
+        left -= sum(part.num_bytes for part in parts)
+        if left <= 0:
+            break
+    return taken
