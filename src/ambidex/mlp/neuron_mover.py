@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ambidex.mlp.hot_neurons import Ids, NeuronMove
 from ambidex.mlp.parts import Part
+from ambidex.mlp.screen import Screen
 from ambidex.storage.side_stream import SideStream
 
 
@@ -34,6 +35,8 @@ class NeuronPlace:
     table: Tensor
     rows: Tensor
     biases: Sequence[Tensor]
+    screen: Screen | None = None
+    """The copy of the first matrix' rows in DRAM, which follows them."""
 
     @property
     def num_near(self) -> int:
@@ -122,6 +125,8 @@ class NeuronMover:
             matrix.index_copy_(0, on_device, staged[:num])
         for matrix_rows, staged in zip(place.rows[:, far], self._to_dram, strict=True):
             place.table.index_copy_(0, matrix_rows, staged[:num])
+        if place.screen is not None:
+            place.screen.write(far, self._to_dram[0, :num])
         for bias in place.biases:
             _swap(bias, near.to(bias.device), far.to(bias.device) + place.num_near)
         self._copies.wait_for_current()  # the next move's copies come behind these writes

@@ -18,7 +18,7 @@ from ambidex.core.kv_spec import KVOrder, StreamBuffers
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.placement import Placement
 from ambidex.core.policy import PolicyName, resolve_policy
-from ambidex.core.sparsity import NeuronCache
+from ambidex.core.sparsity import NeuronCache, SparsityKind
 from ambidex.core.step import make_buckets
 from ambidex.core.units import format_size
 from ambidex.engine.auto_placement import AUTO, AutoPlacement, Budgets, solve_weights
@@ -60,6 +60,7 @@ from ambidex.models.divided import (
     DividedBytes,
     RingSizes,
     count_bytes,
+    count_screens,
     measure_weights,
     most_moved_pairs,
     plan_sites,
@@ -186,6 +187,7 @@ def make_choices(
         profile=profile,
         dummy_kind=dummy_kind,
         skips_neurons=sparsity is not None,
+        screens_rows=sparsity is not None and sparsity.sparsity.kind is SparsityKind.RELU_SCREENED,
     )  # fmt: skip
     if weights.placement is not None:
         check_placement(config, looks_ahead=Need.LOOK_AHEAD in policy.needs, placement=weights.placement)
@@ -232,10 +234,12 @@ def _choose_weights(
     profile: HardwareProfile | None,
     dummy_kind: str | None,
     skips_neurons: bool,
+    screens_rows: bool,
 ) -> WeightChoices:
     """Where weights lie: as a file or the solver says, or what fits on the accelerator there and the rest in DRAM.
 
     Args:
+        screens_rows: whether it has 8-bit copies of first rows.
         skips_neurons: whether the CPU leaves out neurons; then all that lies in DRAM is its part, of which the rates
             that are measured at start give some to the link.
     Raises:
@@ -294,6 +298,7 @@ def _choose_weights(
     sizes = measure_weights(skeleton, dtype.num_bytes, kinds=kinds, whole_kinds=as_stored)
     plans = plan_sites(skeleton, placement, chunk_size=chunk_size, kinds=kinds, skips_neurons=skips_neurons)
     parts = count_bytes(plans, ring, dtype.num_bytes)
+    screens = count_screens(plans) if screens_rows else 0
     pairs, moving = 0, 0
     if config.neuron_cache is not NeuronCache.OFF:
         pairs, moving = most_moved_pairs(plans, config.neuron_move_memory, dtype.num_bytes)
@@ -302,7 +307,11 @@ def _choose_weights(
         why=why,
         ring=ring,
         bytes=WeightBytes(
-            on_gpu=sizes.whole + parts.on_gpu, in_dram=parts.on_cpu + parts.streamed, ring=parts.ring, moving=moving
+            on_gpu=sizes.whole + parts.on_gpu,
+            in_dram=parts.on_cpu + parts.streamed,
+            screens=screens,
+            ring=parts.ring,
+            moving=moving,
         ),
         parts=parts,
         kinds=kinds,

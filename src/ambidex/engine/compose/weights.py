@@ -9,7 +9,7 @@ import torch
 
 from ambidex.core.config import EngineConfig, LoadFormat
 from ambidex.core.sparsity import NeuronCache as CacheChoice
-from ambidex.core.sparsity import NeuronFigures
+from ambidex.core.sparsity import NeuronFigures, SparsityKind
 from ambidex.engine.compose.choices import Choices
 from ambidex.engine.compose.sparsity import set_masks
 from ambidex.kernels.linear import LinearContext
@@ -17,7 +17,7 @@ from ambidex.mlp.host_lane import HostLane
 from ambidex.mlp.hot_neurons import AveragedNeurons, StaticNeurons
 from ambidex.mlp.neuron_cache import CachedLayer, NeuronCache
 from ambidex.mlp.rates import LaneRates, keep_whole, measure_rates
-from ambidex.mlp.sparse_rates import NO_COSTS, measure_costs, sparse_rates
+from ambidex.mlp.sparse_rates import NO_COSTS, measure_costs, measure_screens, sparse_rates
 from ambidex.mlp.sparse_side import SparseContext, SparsityCounts
 from ambidex.mlp.split_site import Level, WeightLanes
 from ambidex.models.base import CausalLM
@@ -55,6 +55,8 @@ class Divided:
             num_active=counts.num_active,
             num_rows=counts.num_rows,
             num_rows_read=counts.num_rows_read,
+            num_screened=counts.num_screened,
+            num_candidates=counts.num_candidates,
             cache=None if self.cache is None else self.cache.figures(),
         )
 
@@ -167,11 +169,15 @@ def _make_cache(
 
 def _make_sparse(choices: Choices, divided: DividedWeights, linear: LinearContext) -> SparseContext | None:
     """What the CPU's parts of MLPs share that leave out neurons, with costs as measured; None: there are none."""
+    if choices.sparsity is not None and choices.sparsity.sparsity.kind is SparsityKind.RELU_SCREENED:
+        divided.make_screens()
     places = divided.host_neurons() if choices.sparsity is not None else []
     if not places:
         return None
     context = SparseContext(linear=linear, num_threads=choices.num_threads, costs=NO_COSTS)
     with torch.inference_mode():
         context.costs = measure_costs(places, context)
+        if any(screen is not None for _, _, screen in places):
+            context.screen_costs = measure_screens(places, context)
     context.counts = SparsityCounts()
     return context
