@@ -8,11 +8,12 @@ teal:0.4          those with the smallest |input of the last matrix|, 40 % of th
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from ambidex.core.errors import ConfigError
 from ambidex.core.model_spec import Activation
 
-OFF = "off"
+OFF: Final = "off"
 LEAST_SHARE, MOST_SHARE = 0.05, 0.95
 """What a profile of neurons has thresholds for."""
 

@@ -15,7 +15,9 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ambidex.kernels.cpu.quantized import BLOCKS, QuantizedMatrix, packed_bytes
@@ -26,7 +28,8 @@ _BLOCK: Final = BLOCKS[KIND][0]
 _MOST: Final = 127
 _NORM_SLACK: Final = 1.0 + 2.0**-12
 """Norms are sums in fp32 too: of at most 2^16 numbers, each sum within that factor."""
-_CHUNK_ROWS: Final = 1024
+_CHUNK_ROWS: Final = 128
+"""Copied at a time: a few megabytes in fp32, which caches hold and all threads have a part of."""
 
 
 class Screen:
@@ -47,7 +50,9 @@ class Screen:
         self._linear = linear
         for matrix, rows, start in zip(self.matrices, weights, self._starts, strict=False):
             for first in range(0, len(rows), _CHUNK_ROWS):
-                self._write(matrix, start, first, rows[first : first + _CHUNK_ROWS])
+                records, margins = self._copy(rows[first : first + _CHUNK_ROWS])
+                matrix.pack(first, records)
+                self.margins[start + first : start + first + len(records)] = margins
 
     @staticmethod
     def refusal(width: int) -> str | None:
@@ -60,9 +65,11 @@ class Screen:
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
         """Other rows have come to some slots [k]: rows [k, K]."""
-        for slot, row in zip(slots.tolist(), rows, strict=True):
-            chunk = next(index for index, stop in enumerate(self._starts[1:]) if slot < stop)
-            self._write(self.matrices[chunk], self._starts[chunk], slot - self._starts[chunk], row[None])
+        records, margins = self._copy(rows)
+        self.margins[slots] = margins
+        chunks = torch.searchsorted(torch.tensor(self._starts), slots, right=True) - 1
+        for chunk, slot, record in zip(chunks.tolist(), slots.tolist(), records, strict=True):
+            self.matrices[chunk].pack(slot - self._starts[chunk], record[None])
 
     def num_rows(self, num_chunks: int) -> int:
         """Rows of the first chunks."""
@@ -73,19 +80,19 @@ class Screen:
         """Of the copy of a chunk, with its margins."""
         return packed_bytes(KIND, (num_rows, width)) + 4 * num_rows
 
-    def _write(self, matrix: QuantizedMatrix, start: int, first: int, rows: Tensor) -> None:
+    def _copy(self, rows: Tensor) -> tuple[NDArray[np.uint8], Tensor]:
+        """Rows [k, K] as GGUF has them, [k, bytes], and their margins [k]."""
         values = rows.float()
         blocks = values.view(len(rows), -1, _BLOCK)
         scales = (blocks.abs().amax(-1) / _MOST).half()
         steps = scales.float()[..., None]
-        numbers = torch.where(steps > 0, blocks / steps, 0.0).round_().clamp_(-_MOST, _MOST)
+        numbers = (blocks * torch.where(steps > 0, 1.0 / steps, 0.0)).round_().clamp_(-_MOST, _MOST)
         record = torch.cat([scales[..., None].view(torch.uint8), numbers.to(torch.int8).view(torch.uint8)], dim=-1)
-        matrix.pack(first, record.view(len(rows), -1).numpy())
-        copy = (numbers * steps).view_as(values)
-        lost = torch.linalg.vector_norm(values - copy, dim=1)
-        size = torch.linalg.vector_norm(copy, dim=1) + lost
+        copy = numbers.mul_(steps).view_as(values)
+        size = torch.linalg.vector_norm(copy, dim=1)
+        lost = torch.linalg.vector_norm(copy.sub_(values), dim=1)
         rounding = math.sqrt(_BLOCK) * 2.0**-16 + 2 * self._width * 2.0**-24
-        self.margins[start + first : start + first + len(rows)] = (lost + rounding * size) * _NORM_SLACK**2
+        return record.view(len(rows), -1).numpy(), (lost + rounding * size) * _NORM_SLACK**2
 
 
 class ScreenPart:

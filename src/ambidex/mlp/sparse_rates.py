@@ -20,7 +20,7 @@ PROBE_SHARE: Final = 0.06
 few rows of different places do not come from caches."""
 _PROBE_BYTES: Final = 256 * MIB
 """Of weights that each figure reads or chooses from."""
-_NUM_PROBES: Final = 2
+_NUM_PROBES: Final = 3
 NO_COSTS: Final = FormCosts(bags={}, union={}, dense={})
 """Nothing was measured: all is dense."""
 

@@ -18,7 +18,7 @@ from ambidex.core.kv_spec import KVOrder, StreamBuffers
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.placement import Placement
 from ambidex.core.policy import PolicyName, resolve_policy
-from ambidex.core.sparsity import NeuronCache, SparsityKind
+from ambidex.core.sparsity import OFF, NeuronCache, SparsityKind
 from ambidex.core.step import make_buckets
 from ambidex.core.units import format_size
 from ambidex.engine.auto_placement import AUTO, AutoPlacement, Budgets, solve_weights
@@ -79,6 +79,10 @@ LANE_SPIN_US: Final = 2000
 """The same beside a GPU: longer than its part of a layer, so that no layer begins with waking threads."""
 
 
+SPARSE_SPIN_US: Final = 50
+"""The same where neurons are left out: torch's threads gather rows between native calls, on the same cores."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
     """What was found and decided before anything large is allocated."""
@@ -137,7 +141,8 @@ def make_choices(
     device = choose_device(config.device)
     is_cuda = device.type == "cuda"
     num_threads = config.num_threads or default_num_threads(device)
-    threads = make_threads(num_threads, spin_us=LANE_SPIN_US if is_cuda else CPU_SPIN_US)
+    lane_spin_us = LANE_SPIN_US if config.mlp_sparsity == OFF else SPARSE_SPIN_US
+    threads = make_threads(num_threads, spin_us=lane_spin_us if is_cuda else CPU_SPIN_US)
     dtype, dtype_why = choose_dtype(
         config.dtype,
         checkpoint=spec.dtype,

@@ -67,6 +67,7 @@ def load_model(
     progress: Progress | None,
     host_memory: HostMemory,
     cpu_levels: Sequence[Level] | None,
+    shape_dummy: Callable[[CausalLM], None] | None = None,
 ) -> tuple[CausalLM, Divided | None]:
     device, dtype = choices.device, TORCH_DTYPES[choices.dtype]
     linear = LinearContext(choices.threads if device.type == "cpu" else None)
@@ -104,6 +105,8 @@ def load_model(
     matrices = divided.matrices if divided is not None else {}
     if config.load_format is LoadFormat.DUMMY:
         make_dummy_weights(model, seed=config.seed, device=device, dtype=dtype, divided=matrices)
+        if shape_dummy is not None:
+            shape_dummy(model)
     else:
         load_weights(
             model,
@@ -174,10 +177,15 @@ def _make_sparse(choices: Choices, divided: DividedWeights, linear: LinearContex
     places = divided.host_neurons() if choices.sparsity is not None else []
     if not places:
         return None
-    context = SparseContext(linear=linear, num_threads=choices.num_threads, costs=NO_COSTS)
+    # Where the accelerator is the CPU, torch has one thread in decode steps (`TorchThreads`).
+    num_threads = 1 if choices.device.type == "cpu" else choices.num_threads
+    context = SparseContext(linear=linear, num_threads=num_threads, costs=NO_COSTS)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
     with torch.inference_mode():
         context.costs = measure_costs(places, context)
         if any(screen is not None for _, _, screen in places):
             context.screen_costs = measure_screens(places, context)
+    torch.set_num_threads(before)
     context.counts = SparsityCounts()
     return context
