@@ -57,6 +57,11 @@ SHAPES: Final[Mapping[str, Mapping[str, object]]] = {
         "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
         "max_position_embeddings": 1048576, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
     },
+    "qwen2.5-14b": {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 5120, "intermediate_size": 13824,
+        "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064,
+        "max_position_embeddings": 131072, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
+    },
     "opt-6.7b": {
         "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 4096, "ffn_dim": 16384,
         "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 50272, "max_position_embeddings": 2048,

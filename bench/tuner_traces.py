@@ -17,7 +17,7 @@ from typing import Any, Final
 from ambidex.core.dtypes import DType
 from ambidex.core.model_spec import Activation, ModelSpec, OptSpec
 from ambidex.cost.units import Coefficients
-from ambidex.cost.weights import count_weights
+from ambidex.cost.weights import PLAIN, count_weights
 from ambidex.cost.workload import Workload
 from ambidex.hw.presets import make_profile
 from ambidex.sched.plan_world import PlanWorld
@@ -55,7 +55,7 @@ def world() -> PlanWorld:
     """The model on the machine."""
     return PlanWorld(
         PlanRequest(
-            spec=OPT_30B, weights=count_weights(OPT_30B), dtype=DType.BF16,
+            spec=OPT_30B, weights=count_weights(OPT_30B, residence=PLAIN), dtype=DType.BF16,
             profile=make_profile("rtx5090", "ddr5-8ch", "pcie4x16"),
             workload=Workload(batch=1, context=256, prompt=256, chunk=512), gpu_bytes=32 * 10**9, most_batch=64,
         )

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,9 +10,13 @@ from ambidex import EngineConfig, SamplingParams
 from ambidex.core.config import DeviceKind, Graphs
 from ambidex.core.ids import Tier
 from ambidex.core.placement import LayerPlacement, Placement, WeightSplit
+from ambidex.core.units import MIB
 from ambidex.cost.workload import KVShares
-from ambidex.engine.compose import build_engine
+from ambidex.engine import auto_placement
+from ambidex.engine.compose import build_engine, choices
 from ambidex.engine.engine import Engine
+from ambidex.hw.presets import make_profile
+from ambidex.hw.profile import HardwareProfile
 from ambidex.models.divided import RingSizes
 from ambidex.solver.placement_file import placement_json
 
@@ -21,9 +26,9 @@ PARAMS = SamplingParams(max_output_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPTS = ("The capital of France is", "One, two, three, four,")
 
 
-def make_engine(placement: str | None, **settings: object) -> Engine:
+def make_engine(placement: str | None, profile: HardwareProfile | None = None, **settings: object) -> Engine:
     config = EngineConfig(model="smollm2", max_context_len=128, placement=placement, **settings)  # type: ignore[arg-type]
-    return build_engine(config, weight_ring=RingSizes(chunk_bytes=2**19))
+    return build_engine(config, weight_ring=RingSizes(chunk_bytes=2**19), profile=profile)
 
 
 def answers(engine: Engine) -> list[tuple[int, ...]]:
@@ -57,6 +62,34 @@ def test_greedy_tokens_of_divided_smollm2_as_stored_equal_the_undivided_run(grap
     assert engine.stats.num_graph_failures == 0
     assert held(whole) <= held(engine) < 1.05 * held(whole)
     assert "as stored" in engine.report.value("compute", "weights")
+
+
+def test_auto_counts_the_bytes_that_are_taken_and_answers_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The solver's figures, within the three percent that predictions of memory may be off."""
+    solved = []
+
+    def solve(*args: Any, **words: Any) -> auto_placement.AutoPlacement:
+        solved.append(auto_placement.solve_weights(*args, **words))
+        return solved[-1]
+
+    monkeypatch.setattr(choices, "solve_weights", solve)
+    whole = make_engine(None, max_running_requests=2)
+    fixed = sum(e.num_bytes for e in whole.figures.ledger.entries(Tier.GPU) if e.owner not in ("weights", "kv"))
+    engine = make_engine(
+        "auto",
+        gpu_memory=fixed + 60 * MIB,
+        max_running_requests=2,
+        profile=make_profile("rtx3060-12g", "ddr4-2ch", "pcie3x16"),
+    )
+    (plan,) = solved
+    use = plan.solution.memory
+    held = {tier: {e.owner: e.num_bytes for e in engine.figures.ledger.entries(tier)} for tier in (Tier.GPU, Tier.DRAM)}
+    assert held[Tier.GPU]["weights"] == pytest.approx(use.gpu["weights"] + plan.weights.other_bytes, rel=0.03)
+    in_dram = use.dram["weights, multiplied there"] + use.dram["weights, streamed"]
+    assert held[Tier.DRAM]["weights"] == pytest.approx(in_dram, rel=0.03)
+    assert in_dram > 20 * MIB
+    assert held[Tier.GPU]["weight ring"] <= use.gpu["buffers of weights on their way"] * 1.03
+    assert answers(engine) == answers(whole)
 
 
 def test_a_dtype_that_is_asked_for_divides_dequantised_weights(tmp_path: Path) -> None:

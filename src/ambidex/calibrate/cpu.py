@@ -1,5 +1,6 @@
 """What the processor does with DRAM: plain reads, products of weights by format and tokens, attention over keys."""
 
+from functools import partial
 from typing import Final
 
 import torch
@@ -18,7 +19,7 @@ from ambidex.kernels.linear import LinearContext, LinearOp
 TORCH_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 PRODUCT_FORMATS: Final = ("fp32", "bf16", "fp16", *BLOCKS)
 ATTENTION_FORMATS: Final = tuple(dtype.value for dtype in DType)
-TOKENS: Final = (1, 4, 16, 64)
+TOKENS: Final = (1, 4, 8, 16, 32, 64, 128)
 """Of a product: from a matrix-vector product to one whose operations take the time; beyond, time grows with tokens."""
 WIDTH: Final = 4096
 """Columns and rows of the matrices: those of a model of 7 to 8 billion parameters."""
@@ -43,28 +44,40 @@ def measure_reads(num_threads: int, buffer: Tensor) -> list[tuple[int, float]]:
     return [(num, native_read_rate(ThreadPool(num), buffer).median) for num in thread_counts(num_threads)]
 
 
-def measure_products(threads: ThreadPool, kind: str, buffer: Tensor) -> list[tuple[int, float]]:
+def measure_products(
+    threads: ThreadPool, kind: str, buffer: Tensor, *, is_lane: bool = False
+) -> list[tuple[int, float]]:
     """Bytes of weights/s of products as the engine computes them, by tokens.
 
     Args:
         kind: one of `PRODUCT_FORMATS`.
         buffer: [n] uint8, cut into as many matrices as it holds; numbers below 60, so that no scale is infinite.
+        is_lane: the CPU works beside a GPU: then an engine finds out at start which form of a product is the faster one
+            (`mlp/rates.py`), and so does this.
     """
     weights = cut_weights(kind, buffer)
-    context = LinearContext(threads)
-    ops = [LinearOp(context) for _ in weights]
+    contexts = [LinearContext(threads)]
+    if is_lane and kind not in BLOCKS:
+        contexts += [LinearContext(threads, most_native_tokens=0) for _ in range(2)]
+        contexts[-1].weight_first = True
+    forms = [[LinearOp(context) for _ in weights] for context in contexts]
     points = []
     for num_tokens in TOKENS:
         some = weights if num_tokens < MANY_TOKENS else weights[: max(1, len(weights) // 4)]
         x = torch.randn(num_tokens, _width(weights[0]))
 
-        def run(some: list[Weight] = some, x: Tensor = x) -> None:
+        def run(ops: list[LinearOp], some: list[Weight] = some, x: Tensor = x) -> None:
             for op, weight in zip(ops, some, strict=False):
                 op(x, [weight], [None])
 
-        seconds = measure_seconds(run, num_warmups=1, num_runs=NUM_RUNS)
         num_bytes = sum(_num_bytes(weight) for weight in some)
-        points.append((num_tokens, Quantiles.of([num_bytes / s for s in seconds]).median))
+        rates = [
+            Quantiles.of(
+                [num_bytes / s for s in measure_seconds(partial(run, ops), num_warmups=1, num_runs=NUM_RUNS)]
+            ).median
+            for ops in forms
+        ]
+        points.append((num_tokens, max(rates)))
     return points
 
 

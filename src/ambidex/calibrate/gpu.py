@@ -12,9 +12,13 @@ from ambidex.core.units import MIB
 from ambidex.kernels import api
 from ambidex.kernels.cpu.linear import LinearPool, Matrices
 from ambidex.kernels.cpu.native import ThreadPool
+from ambidex.kernels.cpu.quantized import GROUP_ROWS, QuantizedMatrix, Weight, packed_bytes
+from ambidex.kernels.linear import LinearContext, LinearOp
 
 TORCH_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-TOKENS: Final = (1, 8, 64, 512, 4096)
+TOKENS: Final = (1, 8, 16, 32, 64, 128, 512, 4096)
+MANY_TOKENS: Final = 512
+"""From so many tokens on a quarter of the weights is enough: operations take the time."""
 WIDTH: Final = 8192
 PRODUCT_BYTES: Final = 1024 * MIB
 """Of weights that are read in turn: many times a GPU's cache."""
@@ -34,25 +38,44 @@ BLOCK_SIZE: Final = 64
 
 
 def measure_products(device: torch.device, kind: str) -> list[tuple[int, float]]:
-    """Bytes of weights/s of products, by tokens.
+    """Bytes of weights/s of products, by tokens: of few in a captured step, as decode is, of many launched one by one.
 
     Args:
-        kind: `fp32`, `bf16` or `fp16`.
+        kind: `fp32`, `bf16`, `fp16`, or a quantised format that the GPU multiplies as it is stored, with a bf16 x.
     """
-    dtype = TORCH_DTYPES[kind]
-    num = max(1, PRODUCT_BYTES // (WIDTH * WIDTH * dtype.itemsize))
-    weights = [torch.randn(WIDTH, WIDTH, device=device).to(dtype) for _ in range(num)]
+    dtype = TORCH_DTYPES.get(kind, torch.bfloat16)
+    weights = make_weights(device, kind, num_bytes=PRODUCT_BYTES, width=WIDTH)
+    op = LinearOp(LinearContext())
     points = []
     for num_tokens in TOKENS:
+        some = weights if num_tokens < MANY_TOKENS else weights[: max(1, len(weights) // 4)]
         x = torch.randn(num_tokens, WIDTH, device=device).to(dtype)
 
-        def run(x: Tensor = x) -> None:
-            for weight in weights:
-                torch.nn.functional.linear(x, weight)
+        def run(x: Tensor = x, some: list[Weight] = some) -> None:
+            for weight in some:
+                op(x, [weight], [None])
 
-        seconds = _device_seconds(device, run)
-        points.append((num_tokens, sum(weight.nbytes for weight in weights) / seconds))
+        num_bytes = sum(weight.data.nbytes for weight in some)
+        seconds = _device_seconds(device, run if num_tokens >= MANY_TOKENS else _capture(device, run))
+        points.append((num_tokens, num_bytes / seconds))
     return points
+
+
+def make_weights(device: torch.device, kind: str, *, num_bytes: int, width: int) -> list[Weight]:
+    """Square matrices of about so many bytes together, with finite random numbers."""
+    if kind in TORCH_DTYPES:
+        dtype = TORCH_DTYPES[kind]
+        num = max(1, num_bytes // (width * width * dtype.itemsize))
+        return [torch.randn(width, width, device=device).to(dtype) for _ in range(num)]
+    size = packed_bytes(kind, (width, width))
+    return [
+        QuantizedMatrix(
+            kind,
+            (width, width),
+            torch.randint(0, 0x3C, (size,), dtype=torch.uint8, device=device).view(width // GROUP_ROWS, -1),
+        )
+        for _ in range(max(1, num_bytes // size))
+    ]
 
 
 def measure_attention(device: torch.device, kind: str) -> float:
@@ -76,14 +99,7 @@ def measure_layer(device: torch.device) -> float:
         for _ in range(NUM_LAYERS * NODES_OF_LAYER):
             x.add_(1.0)
 
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types here
-    with torch.cuda.stream(stream):
-        launch()  # a first call may allocate, which a capture must not
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        launch()
-    return _device_seconds(device, graph.replay) / NUM_LAYERS
+    return _device_seconds(device, _capture(device, launch)) / NUM_LAYERS
 
 
 def measure_copies(device: torch.device) -> tuple[float, float]:
@@ -130,6 +146,18 @@ def measure_handover(device: torch.device, threads: ThreadPool) -> float:
         torch.cuda.current_stream(device).synchronize()
 
     return Quantiles.of(measure_seconds(run, num_warmups=20, num_runs=200)).median
+
+
+def _capture(device: torch.device, launch: Callable[[], object]) -> Callable[[], object]:
+    """What replays a call as a graph, whose launches cost the host nothing."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types here
+    with torch.cuda.stream(stream):
+        launch()  # a first call may allocate or compile, which a capture must not
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        launch()
+    return graph.replay
 
 
 def _device_seconds(device: torch.device, run: Callable[[], object]) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ambidex.calibrate import cpu, gpu
 from ambidex.calibrate.memory_rate import gpu_read_rate, probe_bytes
+from ambidex.core.dtypes import GPU_WEIGHT_KINDS
 from ambidex.core.errors import MachineError
 from ambidex.core.units import GIB, MIB, format_size
 from ambidex.hw.presets import REQUEST_S, STEP_S
@@ -24,7 +25,7 @@ from ambidex.hw.profile import CpuRates, Curve, GpuRates, HardwareProfile, LinkR
 from ambidex.hw.profile_file import VERSION, profile_json, write_json
 from ambidex.kernels.cpu.native import ThreadPool
 
-GPU_PRODUCT_FORMATS: Final = ("fp32", "bf16", "fp16")
+GPU_PRODUCT_FORMATS: Final = ("fp32", "bf16", "fp16", *GPU_WEIGHT_KINDS)
 KEPT_S: Final = 24 * 3600
 """For which parts of an interrupted run are taken over."""
 LEAST_BYTES: Final = 64 * MIB
@@ -181,7 +182,9 @@ def _describe_gpu(bench: Bench) -> dict[str, Any]:
 
 
 _BY_FORMAT: Final[Mapping[str, Callable[[Bench, str], Any]]] = {
-    "CPU products ": lambda bench, kind: cpu.measure_products(bench.threads, kind, bench.buffer),
+    "CPU products ": lambda bench, kind: cpu.measure_products(
+        bench.threads, kind, bench.buffer, is_lane=bench.device is not None
+    ),
     "CPU attention ": lambda bench, kind: cpu.measure_attention(bench.threads, kind, bench.buffer),
     "GPU products ": lambda bench, kind: gpu.measure_products(_device(bench), kind),
 }

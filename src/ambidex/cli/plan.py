@@ -82,7 +82,7 @@ class PlanCommand(click.Command):
                 VerbOption(["--chunk"], type=Count(), default="2K", show_default=True,
                            help="tokens of a prompt that one step computes"),
                 VerbOption(["--weights"], type=click.Choice(list(WEIGHT_BLOCKS), case_sensitive=False),
-                           help="format of all matrices; default: the files'"),
+                           help="format that all matrices are stored in; default: the files'"),
                 VerbOption(["--kv-dtype"], type=click.Choice(list(DType)), help="format of keys and values in DRAM"),
                 VerbOption(["--gpu"], type=click.Choice([NO_GPU, *GPUS]), metavar="NAME",
                            help=f"preset of a GPU ({', '.join(GPUS)}), or {NO_GPU}; default: this machine"),
@@ -132,7 +132,7 @@ def plan(ctx: click.Context, /, *, model: str, explain: bool, as_json: bool, out
 
 
 def _make_request(services: Services, model: str, words: dict[str, Any]) -> "PlanRequest":
-    from ambidex.cost.weights import count_weights
+    from ambidex.cost.weights import DIVIDED_ON_GPU, WHOLE_ON_CPU, count_weights
     from ambidex.cost.workload import Workload
     from ambidex.formats.locate import find_model
     from ambidex.formats.spec import read_spec
@@ -148,7 +148,10 @@ def _make_request(services: Services, model: str, words: dict[str, Any]) -> "Pla
         )
     kind = words["weights"]
     dtype = _choose_dtype(spec.dtype, is_quantized=spec.is_quantized or kind not in (None, *DType), on_gpu=profile.gpu)
-    weights = count_weights(spec, dtype=dtype, kind=kind)
+    residence = DIVIDED_ON_GPU if profile.gpu is not None else WHOLE_ON_CPU
+    weights = count_weights(spec, residence=residence, dtype=dtype, kind=kind)
+    if kind is not None and kind not in (*residence.kinds, *DType):
+        say(f"a GPU has no product of {kind} matrices: they are counted as {dtype}, which loading makes of them")
     pins = parse_words(words["pin"], spec.num_layers)
     if words["placement"] is not None:
         pins = join_pins(read_pins(words["placement"], spec.num_layers), pins)

@@ -32,6 +32,8 @@ def plan_tables(model: str, plan: Plan) -> list[Table]:
     tables = [Table("", ("plan", ""), [
         ("model", f"{model}: {request.spec.architecture}, {request.spec.num_layers} layers, "
          f"{format_size(request.weights.num_bytes)} of weights"),
+        ("matrices", ", ".join(f"{format_size(size)} of {kind}" for kind, size in request.weights.bytes_by_kind.items())
+         + " in memory" + _dequantised(plan)),
         ("workload", f"{workload.batch} x {workload.context} tokens in the cache, prompt {workload.prompt}"),
         *_machine_rows(request.profile),
     ])]  # fmt: skip
@@ -70,6 +72,7 @@ def plan_json(model: str, plan: Plan) -> dict[str, Any]:
     return {
         "model": model,
         "weights_bytes": request.weights.num_bytes,
+        "matrices_bytes": request.weights.bytes_by_kind,
         "machine": {
             "gpu": profile.gpu.name if profile.gpu else None,
             "cpu": profile.cpu.name,
@@ -107,6 +110,13 @@ def plan_json(model: str, plan: Plan) -> dict[str, Any]:
         },
         "one_more_gib_saves_s": plan.gain_s,
     }
+
+
+def _dequantised(plan: Plan) -> str:
+    """Which types of the files an engine does not keep."""
+    kept = plan.request.weights.bytes_by_kind.keys()
+    others = sorted({kind for _, kind in plan.request.spec.quantized} - kept)
+    return f"; {', '.join(others)} of the files dequantised" if others else ""
 
 
 def _machine_rows(profile: HardwareProfile) -> Iterator[tuple[str, str]]:

@@ -2,14 +2,12 @@
 
 import dataclasses
 import json
-import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +15,7 @@ from ambidex.bench.machine import environment
 from ambidex.compare.cells import Cell, CellKind, Grid
 from ambidex.compare.folder import Line, ReportFolder, split_done
 from ambidex.compare.page import make_html
+from ambidex.compare.process import start_worker
 from ambidex.compare.tables import make_markdown
 from ambidex.core.config import EngineConfig
 
@@ -104,30 +103,22 @@ def _run_worker(
         part_file, results, errors = (Path(folder, name) for name in ("part.json", "results.jsonl", "stderr"))
         part_file.write_text(json.dumps(part), encoding="utf-8")
         results.touch()
-        with errors.open("wb") as stderr:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "ambidex.compare.worker", str(part_file), str(results)],
-                stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, env={**os.environ, **_threads(config)},
-            )  # fmt: skip
+        errors.touch()
+        process = start_worker(part_file, results, errors)
         try:
             yield from _follow(process, cells, results, errors, cell_timeout_s)
         finally:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-
-
-def _threads(config: EngineConfig) -> dict[str, str]:
-    return {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
+            process.kill()
+            process.join()
 
 
 def _follow(
-    process: "subprocess.Popen[bytes]", cells: Sequence[Cell], results: Path, errors: Path, cell_timeout_s: float
+    process: BaseProcess, cells: Sequence[Cell], results: Path, errors: Path, cell_timeout_s: float
 ) -> Iterator[tuple[Cell, dict[str, Any]]]:
     """Hand on what a worker tells, until it ends or a cell takes too long."""
     told, begun, since, num_read = set(), 0, time.monotonic(), 0
     while True:
-        is_over = process.poll() is not None
+        is_over = process.exitcode is not None
         lines = results.read_text(encoding="utf-8").split("\n")[:-1]
         for line in lines[num_read:]:
             num_read += 1
@@ -142,8 +133,8 @@ def _follow(
             else:
                 yield cells[event["index"]], {"status": "done", "figures": event["figures"]}
         if is_over:
-            if (process.returncode != 0 or not told) and begun not in told:
-                reason = explain_exit(process.returncode, errors.read_text(encoding="utf-8", errors="replace"))
+            if (process.exitcode != 0 or not told) and begun not in told:
+                reason = explain_exit(process.exitcode or 0, errors.read_text(encoding="utf-8", errors="replace"))
                 yield cells[begun], {"status": "failed", "reason": reason}
             return
         if time.monotonic() - since > cell_timeout_s:

@@ -1,6 +1,4 @@
-"""The process that measures cells which share an engine; a crash takes no other cell with it.
-
-    python -m ambidex.compare.worker PART.json RESULTS.jsonl
+"""The process that measures cells which share an engine (`process.py`); a crash takes no other cell with it.
 
 RESULTS gets a line `{"begun": index}` before a cell and `{"index", "figures"}` or `{"index", "failed"}` after it. The
 process ends after a cell that failed in the engine: what is left is measured by a new one.
@@ -8,7 +6,6 @@ process ends after a cell that failed in the engine: what is left is measured by
 
 import dataclasses
 import json
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -165,9 +162,11 @@ def _point(cell: Cell) -> Point:
     return Point(context=cell.context, batch=cell.batch)
 
 
-def main(part_file: str, results_file: str) -> int:
-    """Measure a part; returns the exit code."""
+def measure_file(part_file: str, results_file: str) -> None:
+    """Measure the part in a file and tell it line by line in another."""
     part = Part(**json.loads(Path(part_file).read_text(encoding="utf-8")))
+    if part.config["num_threads"] is not None:
+        torch.set_num_threads(part.config["num_threads"])
     begun = 0
     with Path(results_file).open("a", encoding="utf-8") as results:
 
@@ -181,8 +180,3 @@ def main(part_file: str, results_file: str) -> int:
                 tell(line)
         except (AmbidexError, torch.OutOfMemoryError, MemoryError) as error:
             tell({"index": begun, "failed": " ".join(f"{type(error).__name__}: {error}".split())[:600]})
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

@@ -30,8 +30,20 @@ WEIGHT_BLOCKS: Final[Mapping[str, tuple[int, int]]] = {
 }  # fmt: skip
 """Formats of matrices: numbers of a block, and bytes of a block. Source of the quantised ones: ggml, ggml-common.h."""
 
+GPU_WEIGHT_KINDS: Final = ("Q8_0", "Q4_0", "Q4_1")
+"""Quantised formats that a GPU multiplies as they are stored (`kernels/triton/quantized.py`)."""
+PACKED_ROWS: Final = 16
+"""Rows of quantised numbers that lie together in memory; the last group is filled up."""
+
 
 def weight_bytes(kind: str, num_numbers: int) -> int:
     """Bytes of a matrix of so many numbers in one of `WEIGHT_BLOCKS`; a last block that is not full counts whole."""
     block_len, block_bytes = WEIGHT_BLOCKS[kind]
     return -(-num_numbers // block_len) * block_bytes
+
+
+def matrix_bytes(kind: str, num_rows: int, width: int) -> int:
+    """Bytes of a matrix in memory: of quantised ones whole groups of `PACKED_ROWS` rows are there."""
+    if WEIGHT_BLOCKS[kind][0] > 1:
+        num_rows = -(-num_rows // PACKED_ROWS) * PACKED_ROWS
+    return weight_bytes(kind, num_rows * width)

@@ -90,6 +90,23 @@ def kv_specs(spec: ModelSpec, *, dtype: DType, kv_dtype: DType | None) -> tuple[
     return KVSpec.of(spec, dtype=plain, block_size=BLOCK_SIZE), host
 
 
+def most_streamed(spec: ModelSpec, gpu_kv: KVSpec, host_kv: KVSpec, *, step_blocks: int, num_blocks: int) -> float:
+    """Share of all keys that may travel to the GPU in a decode step: what its buffers hold, and none where the lane
+    cannot serve (`attention/streamed.py`).
+
+    Args:
+        step_blocks: of one layer and all requests that a step's buffer holds; num_blocks: that there are.
+    """
+    can_stream = (
+        host_kv.dtype == gpu_kv.dtype
+        and host_kv.dtype.num_bytes == 2
+        and host_kv.row_size & (host_kv.row_size - 1) == 0
+        and set(spec.windows) == {None}
+        and spec.alibi_slopes is None
+    )
+    return min(1.0, step_blocks / num_blocks) if can_stream else 0.0
+
+
 def make_units(
     spec: ModelSpec,
     weights: ModelWeights,

@@ -11,8 +11,8 @@ from ambidex.core.model_spec import ModelSpec
 from ambidex.core.placement import Placement
 from ambidex.core.units import format_size
 from ambidex.cost.step import predict_step
-from ambidex.cost.units import make_units
-from ambidex.cost.weights import ModelWeights, count_weights
+from ambidex.cost.units import BLOCK_SIZE, kv_specs, make_units, most_streamed
+from ambidex.cost.weights import ModelWeights, Residence, count_weights
 from ambidex.cost.workload import KVShares, Workload
 from ambidex.engine.report import ReportRow
 from ambidex.hw.profile import HardwareProfile
@@ -28,12 +28,14 @@ AUTO: Final = "auto"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
     """Bytes: of both tiers, of what else the accelerator holds beside weights and keys, of buffers for weights on their
-    way."""
+    way where those are plain numbers."""
 
     gpu: int
     dram: int
     gpu_fixed: int
     ring: int
+    stream_blocks: int
+    """Of keys of one layer and all requests, on their way in a decode step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,17 +91,24 @@ class AutoPlacement:
 
 
 def solve_weights(
-    config: EngineConfig, spec: ModelSpec, *, dtype: DType, profile: HardwareProfile, budgets: Budgets
+    config: EngineConfig,
+    spec: ModelSpec,
+    *,
+    dtype: DType,
+    profile: HardwareProfile,
+    budgets: Budgets,
+    residence: Residence,
+    kind: str | None = None,
 ) -> AutoPlacement:
     """Solve for half of the longest context and for as many running requests as both budgets hold.
 
     Args:
-        dtype: of weights and activations.
+        dtype: of activations and of matrices that are not quantised.
+        residence: which quantised matrices the engine keeps; kind: the type of all of them, of dummy weights.
     Raises:
         ConfigError: not even one request fits; says which capacity binds.
     """
-    spec = replace(spec, quantized=())  # divided weights are of one format
-    weights = count_weights(spec, dtype=dtype)
+    weights = count_weights(spec, residence=residence, dtype=dtype, kind=kind)
     context = max(1, (config.max_context_len or spec.max_context_len) // 2)
     kv_dtype = DType(config.kv_dtype.value) if config.kv_dtype.value != AUTO else None
     batch = config.max_running_requests
@@ -111,8 +120,14 @@ def solve_weights(
             units=make_units(spec, weights, profile, workload, dtype=dtype),
             gpu_bytes=budgets.gpu,
             gpu_fixed_bytes=weights.other_bytes + budgets.gpu_fixed,
-            ring_bytes=budgets.ring,
+            ring_bytes=int(budgets.ring * weights.number_bytes / dtype.num_bytes),
             dram_bytes=budgets.dram if profile.gpu is not None else None,
+            most_kv_streamed=most_streamed(
+                spec,
+                *kv_specs(spec, dtype=dtype, kv_dtype=kv_dtype),
+                step_blocks=budgets.stream_blocks * config.block_size // BLOCK_SIZE,
+                num_blocks=batch * -(-context // BLOCK_SIZE),
+            ),
             is_head_whole=spec.tie_embeddings,
             pins=_pinned_keys(config, batch * context),
         )

@@ -128,7 +128,7 @@ class NeuronMover:
         if place.screen is not None:
             place.screen.write(far, self._to_dram[0, :num])
         for bias in place.biases:
-            _swap(bias, near.to(bias.device), far.to(bias.device) + place.num_near)
+            _exchange(bias, near.to(bias.device), far.to(bias.device) + place.num_near)
         self._copies.wait_for_current()  # the next move's copies come behind these writes
 
     def settle(self) -> None:
@@ -140,7 +140,7 @@ class NeuronMover:
         return torch.from_numpy(slots).to(self._device)
 
 
-def _swap(values: Tensor, some: Tensor, others: Tensor) -> None:
+def _exchange(values: Tensor, some: Tensor, others: Tensor) -> None:
     kept = values[some]
     values[some] = values[others]
     values[others] = kept

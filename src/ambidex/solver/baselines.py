@@ -32,12 +32,20 @@ def simple_placements(problem: PlacementProblem) -> Iterator[tuple[str, Placemen
 
 
 def keys_in(problem: PlacementProblem, free_bytes: float, *, on_cpu: bool) -> KVShares | None:
-    """Keys fill so many bytes of GPU memory; the rest is attended by the CPU, or streamed. None: too few bytes."""
+    """Keys fill so many bytes of GPU memory; the rest is attended by the CPU, or streamed as far as it can be.
+
+    None: too few bytes.
+    """
     units = problem.units
     share = min(1.0, free_bytes / units.kv_gpu_bytes)
     if share < units.least_kv_on_gpu:
         return None
-    return KVShares(on_gpu=share, on_cpu=1 - share if on_cpu else 0.0, streamed=0.0 if on_cpu else 1 - share)
+    return _divide_keys(problem, share, on_cpu=on_cpu)
+
+
+def _divide_keys(problem: PlacementProblem, on_gpu: float, *, on_cpu: bool) -> KVShares:
+    streamed = 0.0 if on_cpu else min(1 - on_gpu, problem.most_kv_streamed)
+    return KVShares(on_gpu=on_gpu, on_cpu=1 - on_gpu - streamed, streamed=streamed)
 
 
 def _free(problem: PlacementProblem) -> float:
@@ -85,8 +93,7 @@ def _layer_split(problem: PlacementProblem, on_cpu: bool) -> Candidate | None:
     on_gpu, elsewhere = LayerPlacement(), LayerPlacement(attention=ON_CPU, mlp=ON_CPU)
     placement = Placement(layers=(elsewhere,) * (len(sizes) - num) + (on_gpu,) * num)
     share = max(num / len(sizes), units.least_kv_on_gpu)
-    kv = KVShares(on_gpu=share, on_cpu=(1 - share) * on_cpu, streamed=(1 - share) * (not on_cpu))
-    return placement, kv
+    return placement, _divide_keys(problem, share, on_cpu=on_cpu)
 
 
 def _all_streamed(problem: PlacementProblem, on_cpu: bool) -> Candidate | None:

@@ -1,6 +1,6 @@
 """From a model, a machine and a workload to a problem, and from its solution to a plan: what `ambidex plan` prints."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ambidex.core.dtypes import DType
@@ -9,7 +9,7 @@ from ambidex.core.model_spec import ModelSpec
 from ambidex.core.step import make_buckets
 from ambidex.core.units import GIB, MIB
 from ambidex.cost.prefill import PrefillPrediction, predict_prefill
-from ambidex.cost.units import BLOCK_SIZE, LEAST_GPU_BLOCKS, Coefficients, kv_specs, make_units
+from ambidex.cost.units import BLOCK_SIZE, LEAST_GPU_BLOCKS, Coefficients, kv_specs, make_units, most_streamed
 from ambidex.cost.weights import ModelWeights
 from ambidex.cost.workload import Workload
 from ambidex.cost.workspace import STEP_STREAM_SHARE, graph_bytes, workspace_bytes
@@ -66,9 +66,13 @@ class Plan:
         return round(100 * kv.streamed / away) if away else 0
 
 
-def make_problem(request: PlanRequest, coefficients: Coefficients | None = None) -> PlacementProblem:
+def make_problem(
+    request: PlanRequest, coefficients: Coefficients | None = None, *, streams_keys: bool = True
+) -> PlacementProblem:
     """The problem of a request.
 
+    Args:
+        streams_keys: keys in DRAM may travel to the GPU in decode steps, which takes buffers there.
     Raises:
         ConfigError: the profile has no rate for a format.
     """
@@ -87,14 +91,18 @@ def make_problem(request: PlanRequest, coefficients: Coefficients | None = None)
         max_context_len=most_context,
         num_bytes=number_bytes,
     )
+    gpu_kv, host_kv = kv_specs(spec, dtype=request.dtype, kv_dtype=workload.kv_dtype)
+    stream_share = 0.0
     if gpu is not None:
         fixed += graph_bytes(spec, make_buckets(most_batch), num_bytes=number_bytes)
-        _, host_kv = kv_specs(spec, dtype=request.dtype, kv_dtype=workload.kv_dtype)
-        fixed += StreamBuffers.of(
+        num_blocks = workload.batch * host_kv.num_blocks(workload.context)
+        can_stream = streams_keys and most_streamed(spec, gpu_kv, host_kv, step_blocks=1, num_blocks=1) > 0
+        stream = StreamBuffers.of(
             host_kv, max_context_len=most_context, number_bytes=number_bytes, max_requests=most_batch,
-            step_bytes=int(STEP_STREAM_SHARE * budget),
-        ).num_bytes  # fmt: skip
-    gpu_kv, _ = kv_specs(spec, dtype=request.dtype, kv_dtype=workload.kv_dtype)
+            step_bytes=int(STEP_STREAM_SHARE * budget) if can_stream else 0,
+        )  # fmt: skip
+        fixed += stream.num_bytes
+        stream_share = most_streamed(spec, gpu_kv, host_kv, step_blocks=stream.step_blocks, num_blocks=num_blocks)
     return PlacementProblem(
         units=make_units(
             spec, request.weights, profile, workload, dtype=request.dtype, coefficients=coefficients
@@ -102,11 +110,18 @@ def make_problem(request: PlanRequest, coefficients: Coefficients | None = None)
         gpu_bytes=budget,
         gpu_fixed_bytes=fixed,
         least_kv_bytes=0 if most_batch == workload.batch else most_batch * LEAST_GPU_BLOCKS * gpu_kv.bytes_per_block,
-        ring_bytes=min(RING_BYTES, int(RING_SHARE * budget)) if gpu is not None else 0,
+        ring_bytes=_ring_bytes(request, budget) if gpu is not None else 0,
         dram_bytes=request.dram_bytes if gpu is not None else None,
+        most_kv_streamed=stream_share,
         is_head_whole=spec.tie_embeddings,
         pins=request.pins,
     )  # fmt: skip
+
+
+def _ring_bytes(request: PlanRequest, budget: int) -> int:
+    """Of chunks, which have as many numbers whatever their format."""
+    share = request.weights.number_bytes / request.dtype.num_bytes
+    return int(share * min(RING_BYTES, RING_SHARE * budget))
 
 
 def make_plan(request: PlanRequest) -> Plan:
@@ -117,6 +132,11 @@ def make_plan(request: PlanRequest) -> Plan:
     """
     problem = make_problem(request)
     solution = solve_placement(problem)
+    gain_s = gain_of_memory(problem, solution, more_bytes=GIB)
+    kv = solution.kv
+    if problem.units.has_link and kv.on_cpu > 0 and kv.streamed == 0:  # what buffers would have taken is for weights
+        problem = replace(make_problem(request, streams_keys=False), pins=replace(request.pins, kv=kv))
+        solution = solve_placement(problem)
     return Plan(
         request=request,
         problem=problem,
@@ -125,5 +145,5 @@ def make_plan(request: PlanRequest) -> Plan:
             request.spec, request.weights, request.profile, request.workload, solution.placement, solution.kv,
             dtype=request.dtype,
         ),
-        gain_s=gain_of_memory(problem, solution, more_bytes=GIB),
+        gain_s=gain_s,
     )  # fmt: skip

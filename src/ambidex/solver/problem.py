@@ -10,6 +10,8 @@ from ambidex.core.units import MIB
 from ambidex.cost.units import StepUnits
 from ambidex.cost.workload import KVShares
 
+ROUNDING: Final = 1e-6
+"""Of shares."""
 MARGIN_BYTES: Final = MIB
 """Of each budget that is not given out: fractions of matrices are rounded to rows, and programs solved to 1e-7."""
 
@@ -52,6 +54,8 @@ class PlacementProblem:
     least_kv_bytes: int = 0
     """Of GPU memory kept for keys, whatever this workload's: other traffic will need them."""
     dram_bytes: int | None = None
+    most_kv_streamed: float = 1.0
+    """Share of all keys that buffers on the GPU let travel in a step, unless keys are pinned."""
     is_head_whole: bool = False
     pins: Pins = Pins()
 
@@ -104,7 +108,8 @@ def measure_memory(problem: PlacementProblem, placement: Placement, kv: KVShares
 
 
 def fits(problem: PlacementProblem, placement: Placement, kv: KVShares) -> bool:
-    """Whether a placement is within both budgets."""
+    """Whether a placement is within both budgets, and what keys travel within their buffers."""
     use = measure_memory(problem, placement, kv)
     dram_fits = problem.dram_bytes is None or use.dram_bytes <= problem.dram_bytes
-    return use.gpu_bytes <= problem.gpu_bytes and dram_fits
+    keys_fit = problem.pins.kv is not None or kv.streamed <= problem.most_kv_streamed + ROUNDING
+    return use.gpu_bytes <= problem.gpu_bytes and dram_fits and keys_fit

@@ -23,8 +23,6 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 from ambidex.core.placement import LayerPlacement, Placement, WeightSplit
 from ambidex.core.units import GIB
@@ -133,6 +131,8 @@ class _Program:
 
     def solve(self) -> Answer | None:
         """Call the solver."""
+        from scipy.optimize import Bounds, LinearConstraint, milp  # a second or more, and few engines solve anything
+
         cost = np.zeros(len(self._names))
         for name, value in self._objective.items():
             cost[self._names[name]] = value
@@ -160,6 +160,8 @@ class _Program:
         self._rows.append((row, low, high))
 
     def _matrix(self) -> tuple[Any, NDArray[np.float64], NDArray[np.float64]]:
+        from scipy.sparse import csr_array
+
         entries = [
             (r, self._names[name], value) for r, (row, *_) in enumerate(self._rows) for name, value in row.items()
         ]
@@ -241,6 +243,7 @@ class _Program:
         self._row({gpu: 1.0, cpu: 1.0, stream: 1.0}, 1.0, 1.0)
         if pinned is None:
             self._row({gpu: 1.0}, low=units.least_kv_on_gpu)
+            self._row({stream: 1.0}, high=self._problem.most_kv_streamed)
         else:
             for variable, share in ((gpu, pinned.on_gpu), (cpu, pinned.on_cpu), (stream, pinned.streamed)):
                 self._row({variable: 1.0}, share, share)

@@ -7,6 +7,7 @@ import torch
 
 from ambidex.calibrate import cpu, gpu
 from ambidex.calibrate.run import calibrate, part_names
+from ambidex.core.dtypes import GPU_WEIGHT_KINDS
 from ambidex.hw.profile import Machine
 from ambidex.hw.profile_file import read_profile
 from ambidex.kernels.cpu.native import ThreadPool
@@ -38,3 +39,10 @@ def test_a_profile_of_a_gpu_machine_has_all_parts(tmp_path: Path) -> None:
     assert profile.gpu is not None
     assert profile.link is not None
     assert profile.gpu.products.flops_per_s("bf16") > 1e12
+
+
+@pytest.mark.parametrize("kind", GPU_WEIGHT_KINDS)
+def test_quantised_products_have_rates_of_a_gpu(kind: str) -> None:
+    rates = dict(gpu.measure_products(torch.device("cuda"), kind))
+    assert 1e10 < rates[1] < 2e13
+    assert rates[4096] < rates[1]

@@ -114,3 +114,22 @@ def test_measured_rates_are_bytes_over_seconds() -> None:
     assert count == 1
     assert 1e8 < rate < 1e13
     assert 1e7 < cpu.measure_attention(ThreadPool(1), "bf16", buffer) < 1e13
+
+
+def test_beside_a_gpu_the_faster_form_of_a_product_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forms take turns: the second of three is made out to be the fastest."""
+    calls: list[int] = []
+
+    def measure(*_: object, **_words: object) -> list[float]:
+        calls.append(len(calls))
+        return [0.5 if len(calls) % 3 == 2 else 1.0]
+
+    monkeypatch.setattr(cpu, "measure_seconds", measure)
+    buffer = cpu.make_buffer(SMALL)
+    points = cpu.measure_products(ThreadPool(1), "bf16", buffer, is_lane=True)
+    assert [num for num, _ in points] == list(cpu.TOKENS)
+    assert len(calls) == 3 * len(cpu.TOKENS)
+    size = 256 * 256 * 2
+    assert points[0] == (1, SMALL // size * size / 0.5)
+    calls.clear()
+    assert len(cpu.measure_products(ThreadPool(1), "Q4_0", buffer, is_lane=True)) == len(calls)

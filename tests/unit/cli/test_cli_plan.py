@@ -5,13 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from ambidex.cli.main import AmbidexCommand
 from ambidex.cli.services import Services
+from ambidex.core.dtypes import GPU_WEIGHT_KINDS
 from ambidex.hw.presets import make_profile
 from ambidex.hw.profile import Machine
 from ambidex.hw.profile_file import profile_json
+from ambidex.models.divided import measure_weights
+from ambidex.models.quantized import find_kept
+from ambidex.models.registry import build_model
+from quantized_files import make_file
+
+META = torch.device("meta")
 
 LLAMA_70B = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
@@ -83,6 +91,35 @@ def test_pins_and_placement_files_are_obeyed(folder: Path, tmp_path: Path) -> No
     assert (placement["layers"][0]["layers"], placement["layers"][0]["mlp"]) == ("0-3", "cpu")
     again = plan_of(folder, "--gpu", "rtx4090", "--placement", str(path))
     assert again["placement"] == placement
+
+
+def test_a_quantised_file_is_planned_with_the_bytes_that_the_loader_takes(tmp_path: Path) -> None:
+    plans = {}
+    for kind in ("Q4_0", "Q8_0", "Q4_K"):
+        path = tmp_path / f"{kind}.gguf"
+        spec = make_file(path, {"token_embd": "F16"}, kind)
+        pins = [word for pin in ("mlp=gpu:0.5,cpu:0.5", "attention=gpu", "head=gpu") for word in ("--pin", pin)]
+        found = plans[kind] = plan_of(path, "--gpu", "rtx4090", *pins, "--context", "256")
+        model = build_model(spec, device=META, dtype=torch.float16, activation_dtype=torch.float16)
+        kinds = {name: kind for name, kind in find_kept(spec).items() if kind in GPU_WEIGHT_KINDS}
+        taken = measure_weights(model, 2, kinds=kinds)
+        assert found["weights_bytes"] == taken.total
+        assert found["matrices_bytes"] == {kind if kinds else "fp16": taken.total - taken.whole}
+        in_dram, on_gpu = found["memory"]["dram"], found["memory"]["gpu"]
+        assert in_dram["weights, multiplied there"] == pytest.approx(sum(taken.mlp) / 2, rel=0.03)
+        assert on_gpu["weights"] == pytest.approx(sum((sum(taken.mlp) / 2, *taken.attention, taken.head)), rel=0.03)
+    read = {kind: found["decode"]["terms_s"]["GPU: MLP's weights"] for kind, found in plans.items()}
+    assert read["Q8_0"] == pytest.approx(read["Q4_0"] * 34 / 18)
+    assert read["Q4_K"] == pytest.approx(read["Q4_0"] * 64 / 18)
+    shown = run_plan(tmp_path / "Q4_K.gguf", "--gpu", "rtx4090", "--context", "256").stdout
+    assert "of fp16 in memory; Q4_K of the files dequantised" in shown
+
+
+def test_a_format_without_a_product_on_a_gpu_is_counted_as_what_loading_makes_of_it(folder: Path) -> None:
+    result = run_plan(folder, "--weights", "Q4_K", "--gpu", "h200")
+    assert "a GPU has no product of Q4_K matrices" in result.stderr
+    assert "of fp16 in memory" in result.stdout
+    assert plan_of(folder, "--weights", "Q4_K", "--gpu", "none")["matrices_bytes"].keys() == {"Q4_K"}
 
 
 def test_without_a_gpu_all_lies_in_dram(folder: Path) -> None:

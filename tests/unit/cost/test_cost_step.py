@@ -12,7 +12,7 @@ from ambidex.cost import terms
 from ambidex.cost.prefill import predict_prefill
 from ambidex.cost.step import predict_step
 from ambidex.cost.units import Coefficients, make_units
-from ambidex.cost.weights import Matrices, WeightGroup, count_weights
+from ambidex.cost.weights import PLAIN, Matrices, WeightGroup, count_weights
 from ambidex.cost.workload import KVShares, Workload
 from ambidex.hw.profile import CpuRates, Curve, GpuRates, HardwareProfile, LinkRates, Products
 
@@ -31,7 +31,7 @@ PROFILE = HardwareProfile(
     link=LinkRates(name="l", to_gpu_bytes_per_s=2e10, from_gpu_bytes_per_s=1e10, beside_bytes_per_s=6e10,
                    handover_s=5e-5),
 )  # fmt: skip
-WEIGHTS = count_weights(SPEC)
+WEIGHTS = count_weights(SPEC, residence=PLAIN)
 ATTENTION, MLP, HEAD = 4 * 1024 * 1024 * 2, 3 * 1024 * 2048 * 2, 1000 * 1024 * 2  # bytes
 KV = 2 * 8 * 128 * 2  # bytes of a token and layer
 FIXED = 1e-4 + 1e-5 + 2 * 1e-5

@@ -202,3 +202,15 @@ def test_without_a_gpu_there_is_one_place() -> None:
     assert solution.placement.is_all_on_gpu
     with pytest.raises(ConfigError, match="without a GPU all of the"):
         solve_placement(PlacementProblem(units=units, gpu_bytes=WHOLE // 2))
+
+
+def test_no_more_keys_travel_than_their_buffers_hold_unless_they_are_pinned() -> None:
+    layers = (make_layer(1, 1, 400, gpu=900, cpu=2),) * 4  # a slow CPU: keys had better travel
+    problem = PlacementProblem(units=make_units(layers, head_mib=1, beside=27), gpu_bytes=400 * MIB, is_head_whole=True)
+    free, limited = solve_placement(problem), solve_placement(replace(problem, most_kv_streamed=0.3))
+    assert free.kv.streamed > 0.6
+    assert limited.kv.streamed == pytest.approx(0.3, abs=1e-5)
+    assert limited.step.step_s > free.step.step_s
+    assert all(kv.streamed <= 0.3 for _, _, kv in simple_placements(replace(problem, most_kv_streamed=0.3)))
+    pinned = KVShares(on_gpu=0.1, streamed=0.9)
+    assert solve_placement(replace(problem, most_kv_streamed=0.3, pins=Pins(kv=pinned))).kv == pinned

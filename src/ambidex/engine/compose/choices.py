@@ -21,6 +21,7 @@ from ambidex.core.policy import PolicyName, resolve_policy
 from ambidex.core.sparsity import OFF, NeuronCache, SparsityKind
 from ambidex.core.step import make_buckets
 from ambidex.core.units import format_size
+from ambidex.cost.weights import DIVIDED_ON_CPU, DIVIDED_ON_GPU, PLAIN, WHOLE_ON_CPU, Residence
 from ambidex.engine.auto_placement import AUTO, AutoPlacement, Budgets, solve_weights
 from ambidex.engine.bounded_form import BoundedForm, choose_bounded_form
 from ambidex.engine.compose.sparsity import SparsityChoice, choose_sparsity
@@ -191,6 +192,7 @@ def make_choices(
         config, spec, skeleton, dtype, device, kv, keeps_quantized=keeps, free=free, fixed=fixed, ring=weight_ring,
         profile=profile,
         dummy_kind=dummy_kind,
+        stream_blocks=stream.step_blocks if stream is not None else 0,
         skips_neurons=sparsity is not None,
         screens_rows=sparsity is not None and sparsity.sparsity.kind is SparsityKind.RELU_SCREENED,
     )  # fmt: skip
@@ -238,6 +240,7 @@ def _choose_weights(
     ring: RingSizes | None,
     profile: HardwareProfile | None,
     dummy_kind: str | None,
+    stream_blocks: int,
     skips_neurons: bool,
     screens_rows: bool,
 ) -> WeightChoices:
@@ -261,21 +264,25 @@ def _choose_weights(
     chunk_size = ring.chunk_bytes // dtype.num_bytes
     auto: AutoPlacement | None = None
     if config.placement == AUTO:
+        profile = profile or _read_profile(device)
         num_parts = len(plan_sites(skeleton, Placement.all_on_gpu(spec.num_layers), chunk_size=chunk_size))
         auto = solve_weights(
             config,
             spec,
             dtype=dtype,
-            profile=profile or _read_profile(device),
+            profile=profile,
             budgets=Budgets(
                 gpu=budget,
                 dram=config.dram_memory if config.dram_memory is not None else free.dram,
                 gpu_fixed=fixed.total + num_parts * ALIGNMENT_BYTES,
                 ring=ring.num_slots * ring.chunk_bytes,
+                stream_blocks=stream_blocks,
             ),
+            residence=_find_residence(device, has_kinds=bool(kinds), is_whole=profile.gpu is None),
+            kind=dummy_kind,
         )
         placement, why = auto.placement, auto.why
-        if placement.is_all_on_gpu:
+        if placement.is_all_on_gpu and (device.type == "cpu" or not kinds):  # else only divided ones stay as stored
             return WeightChoices(placement=None, why=why, ring=ring, bytes=WeightBytes(on_gpu=total), auto=auto)
     elif config.placement is not None:
         placement, why = read_placement(config.placement, spec.num_layers), f"as {config.placement} says"
@@ -323,6 +330,15 @@ def _choose_weights(
         auto=auto,
         moved_pairs=pairs,
     )
+
+
+def _find_residence(device: torch.device, *, has_kinds: bool, is_whole: bool) -> Residence:
+    """Which quantised matrices stay as they are stored."""
+    if not has_kinds:
+        return PLAIN
+    if device.type == "cuda":
+        return DIVIDED_ON_GPU
+    return WHOLE_ON_CPU if is_whole else DIVIDED_ON_CPU
 
 
 def _find_kinds_for_gpu(config: EngineConfig, spec: ModelSpec) -> dict[str, str]:

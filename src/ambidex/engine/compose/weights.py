@@ -122,9 +122,7 @@ def load_model(
         return model.eval(), None
     levels, rates = [Level(most_tokens=sys.maxsize, cpu_share=1.0)], None
     sparse = _make_sparse(choices, divided, host_linear)
-    if cpu_levels is not None:
-        levels = list(cpu_levels)
-    elif device.type == "cuda" and (parts := divided.host_parts()):
+    if device.type == "cuda" and (parts := divided.host_parts()):
         rates = measure_rates(parts, host_linear, divided.host_chunks(), divided.ring.slots)
         if sparse is not None and choices.sparsity is not None:
             share = choices.sparsity.active_share
@@ -134,6 +132,8 @@ def load_model(
         levels = rates.levels(on_cpu=sizes_in_dram.on_cpu, streamed=sizes_in_dram.streamed)
         if choices.weights.auto is not None:
             levels = keep_whole(levels, choices.weights.auto.workload.batch)
+    if cpu_levels is not None:  # measured all the same, for the faster form of the CPU's products
+        levels = list(cpu_levels)
     lanes = WeightLanes(
         divided.ring,
         dtype=TORCH_DTYPES[activation_dtype(choices.dtype, device)],
