@@ -113,8 +113,14 @@ class NeuronMover:
         """Whether the copies of the last move have ended."""
         return self._done is None or self._done.query()  # type: ignore[no-untyped-call]
 
+    def is_idle(self) -> bool:
+        """Whether the accelerator has done all that it was given: nothing reads DRAM for it any more."""
+        if self._device.type != "cuda":
+            return True
+        return bool(torch.cuda.current_stream(self._device).query())
+
     def commit(self, move: NeuronMove) -> None:
-        """Let the neurons change places. No step is under way, and the copies have ended.
+        """Let the neurons change places. The copies have ended, and the accelerator is idle.
 
         Cost: writes the neurons in DRAM by the calling thread; what the accelerator writes is launched.
         """

@@ -127,6 +127,7 @@ def load_model(
         if sparse is not None and choices.sparsity is not None:
             share = choices.sparsity.active_share
             rates = replace(rates, cpu=sparse_rates(divided.host_neurons(), sparse, active_share=share))
+            sparse.counts = SparsityCounts()
         sizes_in_dram = choices.weights.parts
         assert sizes_in_dram is not None, "divided weights were counted"
         levels = rates.levels(on_cpu=sizes_in_dram.on_cpu, streamed=sizes_in_dram.streamed)
