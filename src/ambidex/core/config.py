@@ -135,8 +135,9 @@ class EngineConfig:
     )  # fmt: skip
     mlp_sparsity: str = setting(
         OFF, SettingKind.TEXT,
-        "neurons of MLPs that a step leaves out: off; relu: those that a ReLU sets to 0, exact; cats:SHARE and "
-        "teal:SHARE: those below thresholds that `ambidex calibrate neurons` has measured, which changes answers",
+        "neurons of MLPs that a step leaves out: off; relu: those that a ReLU sets to 0, exact; relu-screened: the "
+        "same, and an 8-bit copy in DRAM rules out rows before they are read, exact; cats:SHARE and teal:SHARE: those "
+        "below thresholds that `ambidex calibrate neurons` has measured, which changes answers",
     )  # fmt: skip
     neuron_profile: str | None = setting(
         None, SettingKind.TEXT,

@@ -185,7 +185,8 @@ def _fill_pieces(
     num = min(_DUMMY_NUMBERS, max(piece.numel() for piece in pieces)) + _DUMMY_OFFSETS
     numbers = torch.empty(num, dtype=dtype, device=device).normal_(0.0, _DUMMY_STD, generator=generator)
     on_device = {near: numbers.to(near) for near in {piece.device for piece in pieces}}
-    for place, piece in enumerate(pieces):
+    for place, given in enumerate(pieces):
+        piece = given if given.is_contiguous() else given.T  # columns that lie one after the other
         width = piece.shape[1]
         num_rows = max(1, min(piece.shape[0], (num - _DUMMY_OFFSETS) // width))
         first = place * _DUMMY_STEP % _DUMMY_OFFSETS

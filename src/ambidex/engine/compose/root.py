@@ -34,6 +34,7 @@ from ambidex.hw.profile import HardwareProfile
 from ambidex.kv.manager import KVManager
 from ambidex.kv.prefix_cache import PrefixCacheLimits
 from ambidex.mlp.split_site import Level
+from ambidex.models.base import CausalLM
 from ambidex.models.divided import (
     RingSizes,
 )
@@ -69,6 +70,7 @@ def build_engine(
     host_memory: HostMemory = HOST_MEMORY,
     profile: HardwareProfile | None = None,
     dummy_kind: str | None = None,
+    shape_dummy: Callable[[CausalLM], None] | None = None,
 ) -> Engine:
     """Load a model and make it ready to answer.
 
@@ -85,6 +87,7 @@ def build_engine(
         min_scanned: whole blocks of a request from which the bounded policy scans its keys.
         host_memory: who is asked for pinned memory and huge pages; a test hands in one that refuses.
         dummy_kind: GGUF type, one that a GPU multiplies, of the divided matrices of dummy weights; None: plain numbers.
+        shape_dummy: called with a model of dummy weights, whose biases and norms it may change.
         profile: of the machine, for `placement` auto; None: the one that `ambidex calibrate` wrote.
     Raises:
         ConfigError, ModelError: the settings or the model cannot be used.
@@ -102,7 +105,7 @@ def build_engine(
     tokenizer = load_tokenizer(choices.source)
     eos_ids = _eos_ids(choices.spec, tokenizer)
     torch.set_num_threads(choices.num_threads)
-    model, divided = load_model(config, choices, progress, host_memory, cpu_levels)
+    model, divided = load_model(config, choices, progress, host_memory, cpu_levels, shape_dummy)
     pools = make_pools(choices, host_memory)
     fallbacks = collect_fallbacks(choices, pools, None if divided is None else divided.weights)
     identity = find_identity(config, choices)
