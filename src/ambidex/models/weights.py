@@ -133,9 +133,11 @@ def make_dummy_weights(
 ) -> None:
     """Fill the parameters with normal random numbers (standard deviation 0.02), those of norms with 1 (biases 0).
 
-    Matrices of queries, where they are matrices of their own and whole, have larger ones: scores then spread by 4 (normal,
-    natural logarithm), so that some 5 % of the keys hold 99 % of a query's mass. With 0.02 for all, 75 % would, and
-    methods that leave keys out had nothing to leave out. The same seed gives the same numbers on the same device. Large pieces of divided matrices repeat the same numbers:
+    Matrices of queries, where they are matrices of their own and whole, have larger ones: scores then spread by 4
+    (normal, natural logarithm), so that some 5 % of the keys hold 99 % of a query's mass. With 0.02 for all, 75 %
+    would, and methods that leave keys out had nothing to leave out.
+
+    The same seed gives the same numbers on the same device. Large pieces of divided matrices repeat the same numbers:
     making tens of gigabytes of them would take minutes.
     """
     _allocate(model, device, dtype)

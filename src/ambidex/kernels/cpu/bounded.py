@@ -100,8 +100,8 @@ class BoundedPool:
     def take_phase_seconds(self) -> dict[str, float]:
         """Seconds that the threads, taken together, spent in calls since the last time that this was asked.
 
-        `scan` all keys; `choose` thresholds, and wait for what an accelerator saw; `keep` attend what is kept; `wait` for
-        a threshold. What a thread does between calls, or while others finish, is in none of them.
+        `scan` all keys; `choose` thresholds, and wait for what an accelerator saw; `keep` attend what is kept; `wait`
+        for a threshold. What a thread does between calls, or while others finish, is in none of them.
         """
         return dict(zip(PHASES, self.native.take_phase_seconds(), strict=True))
 
