@@ -201,6 +201,7 @@ def main() -> None:
         "threads": args.threads,
         "tokens": args.tokens,
         "serve": args.serve,
+        "begins_behind_kept_prompts": args.keep is not None,
         "workloads": results,
     }
     print(append_record(args.record, record) if args.record else json.dumps(record, indent=2))
