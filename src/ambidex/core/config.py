@@ -136,8 +136,9 @@ class EngineConfig:
     mlp_sparsity: str = setting(
         OFF, SettingKind.TEXT,
         "neurons of MLPs that a step leaves out: off; relu: those that a ReLU sets to 0, exact; relu-screened: the "
-        "same, and an 8-bit copy in DRAM rules out rows before they are read, exact; cats:SHARE and teal:SHARE: those "
-        "below thresholds that `ambidex calibrate neurons` has measured, which changes answers",
+        "same, and an 8-bit copy in DRAM rules out rows before they are read, exact; cats:SHARE and teal:SHARE (0.2 "
+        "and 0.5 if it is left out): those below thresholds that `ambidex calibrate neurons` has measured, which "
+        "changes answers",
     )  # fmt: skip
     neuron_profile: str | None = setting(
         None, SettingKind.TEXT,

@@ -241,7 +241,7 @@ class SparseSide(HostSide):
 
     def candidate_products(self, x: Tensor, union: Tensor, biases: Tensor | None) -> Tensor:
         """The activations of some rows of the first matrix, [T, k]."""
-        rows = self._table[self._first_rows[union]]
+        rows = torch.index_select(self._table, 0, self._first_rows[union])
         # An op of its own: it keeps the native form of weights that do not move, and these do.
         product = LinearOp(self._context.linear)(x, (rows,), (None if biases is None else biases[union],))[0]
         return api.activate(product, self._activation.value)
@@ -300,7 +300,7 @@ class SparseSide(HostSide):
         neurons = torch.zeros_like(gate)
         if not len(union):
             return neurons
-        rows = self._table[self._up_rows[union]]  # [k, K]
+        rows = torch.index_select(self._table, 0, self._up_rows[union])  # [k, K]
         bias = self._up_bias()
         # An op of its own: it keeps the native form of weights that do not move, and these do.
         up = LinearOp(self._context.linear)(x, (rows,), (None if bias is None else bias[union],))[0]
