@@ -1,6 +1,7 @@
 // ambidex._native, bounded attention: typed arrays in, checks, GIL released around each op. No arithmetic here.
 #include "bind/bounded.h"
 
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string_view.h>
 
@@ -43,7 +44,8 @@ void make_arrays(BoundedArrays* self, const ConstBytes<3>& q, std::string_view q
   AMBIDEX_CHECK(rows.has_value() != is_int8, "rows: are given where K is not int8, and nowhere else");
   if (rows) {
     check_itemsize("rows", *rows, size_of(call.v_number));
-    check_alike("rows", *rows, scanned, 4);
+    check_alike("rows", *rows, scanned, 3);
+    check_size("rows", "K and V of a key", *rows, 3, 2 * scanned.shape(3));
     call.rows = static_cast<const char*>(rows->data());
   }
   call.v_tiles = make_tiles(v.itemsize(), v.shape(2), v.shape(3));
@@ -108,7 +110,8 @@ void bind_copy(BoundedPool& self, const ConstBytes<4>& k, const ConstBytes<4>& v
   if (!is_int8) {
     check_alike("scanned", *scanned, k, 4);
     check_alike("scales", *scales, k, 3);
-    check_alike("rows", *rows, k, 4);
+    check_alike("rows", *rows, k, 3);
+    check_size("rows", "K and V of a key", *rows, 3, 2 * k.shape(3));
     check_itemsize("rows", *rows, size_of(call.number));
     call.scanned = scanned->data();
     call.scales = scales->data();
@@ -140,6 +143,7 @@ void bind_bounded(nb::module_& m) {
   nb::class_<BoundedPool>(m, "BoundedPool")
       .def(nb::init<ThreadPool&>(), "threads"_a, nb::keep_alive<1, 2>())
       .def("attend", &bind_attend, "arrays"_a, "batch"_a, nb::kw_only(), "isa"_a = nb::none())
+      .def("take_phase_seconds", &BoundedPool::take_phase_seconds)
       .def("copy_for_scan", &bind_copy, "k"_a.noconvert(), "v"_a.noconvert(), "number"_a, "k_scales"_a.noconvert().none(),
            "v_scales"_a.noconvert().none(), "head_dim"_a, "block_ids"_a.noconvert(), "scanned"_a.noconvert().none(),
            "scales"_a.noconvert().none(), "rows"_a.noconvert().none(), "norms"_a.noconvert(), nb::kw_only(),

@@ -6,15 +6,7 @@
 
 namespace ambidex::AMBIDEX_ISA {
 
-// One token of a line of V: 16 dims, of which each has 4 / size of the element tokens side by side.
-inline Lanes load_token(const float* line, std::size_t) { return Lanes::load(line); }
-template <class Half>  // Bf16, Fp16
-inline Lanes load_token(const Half* line, std::size_t token) {
-  Lanes parts[2];
-  load_line(line, parts);
-  return token == 0 ? parts[0] : parts[1];  // not an index: that would go through memory
-}
-
+// load_token: one token of a line of V in tile order, 16 dims, of which each has four tokens side by side.
 #if defined(__AVX512F__)
 
 inline Lanes load_token(const int8_t* line, std::size_t token) {

@@ -17,6 +17,7 @@ from ambidex.core.ids import Tier
 from ambidex.core.placement import LayerPlacement, Placement, WeightSplit
 from ambidex.engine.compose.neurons import measure_neurons
 from ambidex.mlp.neuron_mover import NeuronMover
+from ambidex.mlp.sparse_side import ScreenCosts
 from ambidex.mlp.split_site import Level
 from ambidex.models.divided import RingSizes
 from ambidex.runner.decode import DecodeForm
@@ -54,7 +55,7 @@ def test_skipping_neurons_behind_a_relu_changes_no_token(
         folder,
         data.draw(placements(variant)),
         device=device,
-        mlp_sparsity="relu",
+        mlp_sparsity=data.draw(st.sampled_from(["relu", "relu-screened"])),
         max_tokens_per_step=data.draw(st.sampled_from([7, 48, 512])),
         graphs=data.draw(st.sampled_from([Graphs.AUTO, Graphs.OFF])),
         weight_ring=RingSizes(
@@ -126,12 +127,19 @@ def test_neurons_of_divided_weights_are_not_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize("variant", ["opt", "llama_relu"])
 @pytest.mark.parametrize("form", [None, DecodeForm.FIXED])
 def test_neurons_that_change_places_while_steps_run_change_no_token(
-    variant: str, device: DeviceKind, form: DecodeForm | None, tmp_path: Path
+    variant: str, device: DeviceKind, form: DecodeForm | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_engine_folder(tmp_path, variant)
     wanted = answer(folder, None, device=device)
-    settings_: dict[str, Any] = {"mlp_sparsity": "relu", "neuron_profile": str(profile_of(folder))}
-    for cache, move_memory in (("static", 8 << 20), ("dynamic", 8 << 20), ("dynamic", 8000)):
+    settings_: dict[str, Any] = {"neuron_profile": str(profile_of(folder))}
+    # Screening pays or not as this machine measures it: here it always does.
+    monkeypatch.setattr(ScreenCosts, "most_candidates", lambda _costs, _num_tokens: 1.0)
+    for cache, move_memory, sparsity in (
+        ("static", 8 << 20, "relu"),
+        ("dynamic", 8 << 20, "relu"),
+        ("dynamic", 8000, "relu-screened"),
+    ):
+        settings_["mlp_sparsity"] = sparsity
         engine = make_engine(
             folder, DIVIDED, device=device, decode_form=form if device is DeviceKind.CPU else None,
             weight_ring=RingSizes(chunk_bytes=9000, num_slots=3), neuron_cache=cache, neuron_move_memory=move_memory,
@@ -146,6 +154,7 @@ def test_neurons_that_change_places_while_steps_run_change_no_token(
         assert 0 < figures.cache.num_hits < figures.cache.num_active
         assert (figures.cache.num_moves > 0) == (cache == "dynamic")
         assert figures.cache.num_failed_moves == 0
+        assert (figures.num_screened > 0) == (sparsity == "relu-screened" and variant == "llama_relu")
 
 
 def test_the_most_active_neurons_of_the_profile_lie_on_the_accelerator(tmp_path: Path) -> None:

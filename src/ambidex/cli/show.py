@@ -128,6 +128,8 @@ def neuron_rows(stats: "EngineStats") -> list[tuple[str, str]]:
             f"{100 * figures.active_share:.1f} % active for a token, {100 * figures.read_share:.1f} % of columns read",
         )
     ]
+    if figures.num_screened:
+        rows.append(("rows that a screen let through", f"{100 * figures.candidate_share:.1f} %"))
     if (cache := figures.cache) is not None:
         rows += [
             ("active neurons on the accelerator", f"{100 * cache.hit_rate:.1f} %"),

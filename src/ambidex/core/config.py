@@ -12,7 +12,7 @@ from typing import Any, Final
 from ambidex.core.errors import ConfigError
 from ambidex.core.policy import BoundedScores, H2OForm, HybridGenFeedback, HybridGenMode, PolicyName, resolve_policy
 from ambidex.core.sparsity import OFF, NeuronCache, parse_sparsity
-from ambidex.core.units import MIB, format_count, parse_size
+from ambidex.core.units import GIB, MIB, format_count, parse_size
 
 
 class DeviceKind(StrEnum):
@@ -135,8 +135,10 @@ class EngineConfig:
     )  # fmt: skip
     mlp_sparsity: str = setting(
         OFF, SettingKind.TEXT,
-        "neurons of MLPs that a step leaves out: off; relu: those that a ReLU sets to 0, exact; cats:SHARE and "
-        "teal:SHARE: those below thresholds that `ambidex calibrate neurons` has measured, which changes answers",
+        "neurons of MLPs that a step leaves out: off; relu: those that a ReLU sets to 0, exact; relu-screened: the "
+        "same, and an 8-bit copy in DRAM rules out rows before they are read, exact; cats:SHARE and teal:SHARE (0.2 "
+        "and 0.5 if it is left out): those below thresholds that `ambidex calibrate neurons` has measured, which "
+        "changes answers",
     )  # fmt: skip
     neuron_profile: str | None = setting(
         None, SettingKind.TEXT,
@@ -166,6 +168,15 @@ class EngineConfig:
         None, SettingKind.INT,
         "share of the KV blocks of all tiers that may keep tokens of ended requests, for others that begin alike; 0 "
         "turns it off; default: 100 for serve and chat, else 0", unit="%", low=0, high=100,
+    )  # fmt: skip
+    session_dir: str | None = setting(
+        None, SettingKind.TEXT,
+        "keep what the prefix cache has of ended requests as files in this folder, too, so that it outlives the "
+        "process; their tokens lie there in the clear",
+    )  # fmt: skip
+    session_quota: int = setting(
+        4 * GIB, SettingKind.SIZE, "most that these files may take together; the least recently used go", unit="bytes",
+        low=1,
     )  # fmt: skip
     num_sink_tokens: int = setting(
         64, SettingKind.INT, "first tokens of a context, kept on the accelerator tier", unit="tokens", low=0
@@ -321,6 +332,10 @@ class EngineConfig:
                 f"`prefix_cache_percent` is {self.prefix_cache_percent}: policy {self.policy} must see every prompt as "
                 f"it is computed: use 0, or policy exact"
             )
+        if self.session_dir is not None and self.policy is not PolicyName.EXACT:
+            raise ConfigError(f"`session_dir` needs a prefix cache, which policy {self.policy} has not: leave it out")
+        if self.session_dir is not None and self.prefix_cache_percent == 0:
+            raise ConfigError("`session_dir` needs a prefix cache, and `prefix_cache_percent` is 0: leave one out")
 
 
 def check_settings(config: Any) -> None:

@@ -1,17 +1,19 @@
 """Which neurons of an MLP a step may leave out, as plain values.
 
 relu              those whose activation is 0: exact, for models that have a ReLU
+relu-screened     the same, and rows that an 8-bit copy proves to be inactive are not multiplied either: exact
 cats:0.5          gated MLPs: those with the smallest |activation(gate)|, half of them. Source: arXiv:2404.08763
 teal:0.4          those with the smallest |input of the last matrix|, 40 % of them. Source: arXiv:2408.14690
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from ambidex.core.errors import ConfigError
 from ambidex.core.model_spec import Activation
 
-OFF = "off"
+OFF: Final = "off"
 LEAST_SHARE, MOST_SHARE = 0.05, 0.95
 """What a profile of neurons has thresholds for."""
 
@@ -20,13 +22,18 @@ class SparsityKind(StrEnum):
     """How neurons are chosen."""
 
     RELU = "relu"
+    RELU_SCREENED = "relu-screened"
     CATS = "cats"
     TEAL = "teal"
 
     @property
     def is_exact(self) -> bool:
         """Whether nothing changes but roundings."""
-        return self is SparsityKind.RELU
+        return self in (SparsityKind.RELU, SparsityKind.RELU_SCREENED)
+
+
+DEFAULT_SHARES: Final = {SparsityKind.CATS: 0.2, SparsityKind.TEAL: 0.5}
+"""The largest, in steps of 0.1, that raise SmolLM2's perplexity by no more than 2 % (docs/qinfer.md)."""
 
 
 class NeuronCache(StrEnum):
@@ -59,13 +66,17 @@ class NeuronFigures:
     """What the CPU left out of its parts of MLPs.
 
     A neuron counts once a token in `num_neurons` and `num_active`, once a step in `num_rows` and `num_rows_read`, which
-    are those that some token needed, or all where the dense form was the faster one. `cache` None: nothing is counted.
+    are those that some token needed, or all where the dense form was the faster one. `num_screened` are rows whose
+    8-bit copy was read, once a step, and `num_candidates` those that it could not rule out. `cache` None: nothing is
+    counted.
     """
 
     num_neurons: int
     num_active: int
     num_rows: int
     num_rows_read: int
+    num_screened: int = 0
+    num_candidates: int = 0
     cache: CacheFigures | None = None
 
     @property
@@ -77,6 +88,11 @@ class NeuronFigures:
     def read_share(self) -> float:
         """Of the columns, in a step."""
         return self.num_rows_read / max(1, self.num_rows)
+
+    @property
+    def candidate_share(self) -> float:
+        """Of the screened rows."""
+        return self.num_candidates / max(1, self.num_screened)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +137,7 @@ def parse_sparsity(text: str) -> MLPSparsity | None:
         ConfigError: it is none of what the module's docstring lists.
     """
     name, colon, value = text.partition(":")
-    forms = "off, relu, cats:SHARE or teal:SHARE"
+    forms = "off, relu, relu-screened, cats, cats:SHARE, teal or teal:SHARE"
     if name == OFF and not colon:
         return None
     if name not in list(SparsityKind):
@@ -131,6 +147,8 @@ def parse_sparsity(text: str) -> MLPSparsity | None:
         if colon:
             raise ConfigError(f"`mlp_sparsity` is {text!r}: {kind} is exact and has no share, use {kind}")
         return MLPSparsity(kind=kind)
+    if not colon:
+        return MLPSparsity(kind=kind, share=DEFAULT_SHARES[kind])
     try:
         share = float(value)
     except ValueError:

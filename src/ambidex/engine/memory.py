@@ -38,6 +38,8 @@ class WeightBytes:
     on_gpu: int
     in_dram: int = 0
     ring: int = 0
+    screens: int = 0
+    """In DRAM, 8-bit copies of rows that are looked at before the rows."""
     moving: int = 0
     """On the accelerator, and as many in DRAM, for neurons that change places."""
 
@@ -126,7 +128,7 @@ def plan_memory(
         ConfigError: a budget is too small for the model; says what is needed.
     """
     taken = weights.on_gpu + weights.ring + weights.moving + fixed.total
-    in_dram = weights.in_dram + weights.moving
+    in_dram = weights.in_dram + weights.screens + weights.moving
     gpu_budget, dram_budget = _budgets(config, free, taken, in_dram)
     context_blocks = kv[Tier.GPU].num_blocks(_wanted_context_len(config, spec))
     most_blocks = context_blocks * config.max_running_requests
@@ -172,6 +174,8 @@ def plan_memory(
             ledger.take(Tier.GPU, owner, num_bytes)
     if weights.in_dram:
         ledger.take(Tier.DRAM, "weights", weights.in_dram)
+    if weights.screens:
+        ledger.take(Tier.DRAM, "screens", weights.screens)
     if weights.moving:
         for tier in (Tier.GPU, Tier.DRAM):
             ledger.take(tier, "neuron moves", weights.moving)

@@ -65,14 +65,17 @@ def sum_bags(h: Tensor, table: Tensor, places: Tensor, *, num_bags: int) -> Tens
         [T, E] fp32. With 16-bit rows the numbers of h and each piece's sum are rounded to their dtype, as on a GPU.
     Cost: reads a row once for each token that needs it.
     """
-    tokens, neurons = h.nonzero(as_tuple=True)
-    counts = torch.bincount(tokens, minlength=h.shape[0])
-    begins = counts.cumsum(0) - counts
     cuts = torch.arange(num_bags)
-    offsets = begins[:, None] + counts[:, None] * cuts // num_bags  # [T, num_bags]
-    sums = torch.embedding_bag(
-        table, places[neurons], offsets.view(-1), False, 0, False, h[tokens, neurons].to(table.dtype)
-    )[0]
+    if h.shape[0] == 1:  # the same in fewer calls, which are what a step of one token has
+        neurons = h[0].nonzero()[:, 0]
+        offsets, values = cuts * len(neurons) // num_bags, h[0, neurons]
+    else:
+        tokens, neurons = h.nonzero(as_tuple=True)
+        counts = torch.bincount(tokens, minlength=h.shape[0])
+        begins = counts.cumsum(0) - counts
+        offsets = (begins[:, None] + counts[:, None] * cuts // num_bags).view(-1)  # [T · num_bags]
+        values = h[tokens, neurons]
+    sums = torch.embedding_bag(table, places[neurons], offsets, False, 0, False, values.to(table.dtype))[0]
     return sums.view(h.shape[0], num_bags, table.shape[1]).float().sum(1)
 
 
@@ -86,4 +89,4 @@ def sum_union(h: Tensor, table: Tensor, places: Tensor, union: Tensor, context: 
         [T, E] fp32, rounded as by `sum_all`.
     Cost: reads each of the rows once, and writes them once.
     """
-    return _multiply(h[:, union], table[places[union]], context)
+    return _multiply(h[:, union], torch.index_select(table, 0, places[union]), context)

@@ -114,13 +114,13 @@ class NeuronCache:
                 move = NeuronMove(layer=index, near=whole.near[start:stop], far=whole.far[start:stop])
                 layer.neurons.begin(move)
                 self._mover.begin(move)
-                self._mover.settle()
+                self._mover.settle()  # nothing else is under way
                 self._mover.commit(move)
                 layer.neurons.commit(move)
 
     @torch.inference_mode()
     def before_step(self) -> None:
-        """Go on; no step is under way.
+        """Go on; the CPU has no part in a step now.
 
         Cost: does not wait. Copies of a move's rows in DRAM, of at most a step's bytes, and one layer's scores.
         """
@@ -141,8 +141,8 @@ class NeuronCache:
 
     def _commit(self) -> None:
         move = self._move
-        if move is None or not self._mover.is_done():
-            return
+        if move is None or not self._mover.is_done() or not self._mover.is_idle():
+            return  # a chunk of a prompt may still be computed, with rows on their way from DRAM
         self._mover.commit(move)
         self.layers[move.layer].neurons.commit(move)
         self._num_moves += 1

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ambidex.mlp.hot_neurons import Ids, NeuronMove
 from ambidex.mlp.parts import Part
+from ambidex.mlp.screen import Screen
 from ambidex.storage.side_stream import SideStream
 
 
@@ -34,6 +35,8 @@ class NeuronPlace:
     table: Tensor
     rows: Tensor
     biases: Sequence[Tensor]
+    screen: Screen | None = None
+    """The copy of the first matrix' rows in DRAM, which follows them."""
 
     @property
     def num_near(self) -> int:
@@ -110,8 +113,14 @@ class NeuronMover:
         """Whether the copies of the last move have ended."""
         return self._done is None or self._done.query()  # type: ignore[no-untyped-call]
 
+    def is_idle(self) -> bool:
+        """Whether the accelerator has done all that it was given: nothing reads DRAM for it any more."""
+        if self._device.type != "cuda":
+            return True
+        return bool(torch.cuda.current_stream(self._device).query())
+
     def commit(self, move: NeuronMove) -> None:
-        """Let the neurons change places. No step is under way, and the copies have ended.
+        """Let the neurons change places. The copies have ended, and the accelerator is idle.
 
         Cost: writes the neurons in DRAM by the calling thread; what the accelerator writes is launched.
         """
@@ -122,6 +131,8 @@ class NeuronMover:
             matrix.index_copy_(0, on_device, staged[:num])
         for matrix_rows, staged in zip(place.rows[:, far], self._to_dram, strict=True):
             place.table.index_copy_(0, matrix_rows, staged[:num])
+        if place.screen is not None:
+            place.screen.write(far, self._to_dram[0, :num])
         for bias in place.biases:
             _exchange(bias, near.to(bias.device), far.to(bias.device) + place.num_near)
         self._copies.wait_for_current()  # the next move's copies come behind these writes

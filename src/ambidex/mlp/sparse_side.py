@@ -28,9 +28,14 @@ from ambidex.mlp.cuts import SiteShape
 from ambidex.mlp.host_lane import HostSide
 from ambidex.mlp.neuron_cache import NeuronCounts
 from ambidex.mlp.parts import Part
+from ambidex.mlp.screen import Screen
 
 BAGS_PER_THREAD: Final = 2
 """Pieces of a token's rows for each thread: with a few more than threads, one that is late holds up less."""
+
+
+TRY_AGAIN_STEPS: Final = 64
+"""After so many steps in which it did not pay to screen, one is screened all the same: traffic changes."""
 
 
 class Form(StrEnum):
@@ -76,6 +81,22 @@ class FormCosts:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScreenCosts:
+    """Seconds a row by tokens of a step: of a product with all rows, with all of the copy, with one candidate."""
+
+    plain: dict[int, float]
+    screen: dict[int, float]
+    candidate: dict[int, float]
+
+    def most_candidates(self, num_tokens: int) -> float:
+        """Up to which share of candidates it pays to look at the copy; 0: never."""
+        size = next((size for size in sorted(self.plain) if num_tokens <= size), None)
+        if size is None:
+            return 0.0
+        return max(0.0, (self.plain[size] - self.screen[size]) / self.candidate[size])
+
+
 @dataclass(slots=True)
 class SparsityCounts:
     """What was skipped so far. Neurons are counted once a token, `num_rows` once a step: those of the union."""
@@ -84,6 +105,8 @@ class SparsityCounts:
     num_active: int = 0
     num_rows: int = 0
     num_rows_read: int = 0
+    num_screened: int = 0
+    num_candidates: int = 0
     forms: Counter[Form] = field(default_factory=Counter)
 
 
@@ -94,6 +117,8 @@ class SparseContext:
     linear: LinearContext
     num_threads: int
     costs: FormCosts
+    screen_costs: ScreenCosts | None = None
+    """None: no rows are screened."""
     counts: SparsityCounts = field(default_factory=SparsityCounts)
 
 
@@ -103,6 +128,7 @@ class SparseSide(HostSide):
     Args:
         parts: with columns neuron by neuron; they follow each other in one memory.
         counts: is told which neurons each step needs; None: nobody is.
+        screen: of the rows of the first matrix; None: there is none.
     Raises:
         ShapeError: they do not.
     """
@@ -113,9 +139,13 @@ class SparseSide(HostSide):
         parts: Sequence[Part],
         context: SparseContext,
         counts: NeuronCounts | None = None,
+        screen: Screen | None = None,
     ) -> None:
         super().__init__(shape, parts)
         self._counts = counts
+        self._screen = None if screen is None else screen.head(len(parts))
+        self._candidate_share: dict[int, float] = {}  # by tokens of a step, of late
+        self._num_passed_over = 0  # steps since it last did not pay to screen
         refusal = find_scattered(shape, parts)
         if refusal is not None:
             raise ShapeError(refusal)
@@ -131,6 +161,7 @@ class SparseSide(HostSide):
         self._columns = [part.numbers.columns for part in parts if part.numbers.columns is not None]
         self._table, rows = lay_out(shape, parts)
         self._places = rows[-1]
+        self._first_rows = rows[0]
         self._up_rows = rows[1] if self._is_gated else None
         self._up_biases: Tensor | None = None
         self._multiply = LinearOp(context.linear)
@@ -156,11 +187,19 @@ class SparseSide(HostSide):
         Args:
             active: [T, n], other than 0 where a neuron is.
         """
-        self._begin(x)
+        if self._screen is not None and self._pays_to_screen(x.shape[0]):
+            self._screen.candidates(x, [part.biases[0] for part in self.parts])
+            self.candidate_products(x, active.ne(0).any(0).nonzero()[:, 0], None)
+        elif self._is_early:
+            self._gate(x)
+        else:
+            self._neurons(x)
         return self._finish(x, active)
 
     def _begin(self, x: Tensor) -> Tensor:
         """What tells which neurons are needed, [T, n]: activation(gate), or what neurons give."""
+        if self._screen is not None and self._pays_to_screen(x.shape[0]):
+            return self.screened(x)
         return self._gate(x) if self._is_early else self._neurons(x)
 
     def _finish(self, x: Tensor, found: Tensor) -> Tensor:
@@ -171,6 +210,41 @@ class SparseSide(HostSide):
         if not self._is_early:
             return self.sum_up(found, form)
         return self.sum_up(found * self._product(x, 1) if form is Form.DENSE else self._with_up(x, found, needed), form)
+
+    def _pays_to_screen(self, num_tokens: int) -> bool:
+        """By what was seen in steps of that size; now and then it is tried again."""
+        costs = self._context.screen_costs
+        if costs is None:
+            return False
+        most = costs.most_candidates(num_tokens)
+        if most > self._candidate_share.get(num_tokens, 0.0):
+            return True
+        self._num_passed_over += 1
+        return most > 0 and self._num_passed_over % TRY_AGAIN_STEPS == 0
+
+    def screened(self, x: Tensor) -> Tensor:
+        """What neurons give behind the ReLU, [T, n], from the rows that the copy does not rule out."""
+        assert self._screen is not None, "there is a copy"
+        biases = [part.biases[0] for part in self.parts]
+        union = self._screen.candidates(x, biases)
+        share = len(union) / len(self.rows)
+        before = self._candidate_share.get(x.shape[0], share)
+        self._candidate_share[x.shape[0]] = 0.9 * before + 0.1 * share
+        counts = self._context.counts
+        counts.num_screened += len(self.rows)
+        counts.num_candidates += len(union)
+        values = x.new_zeros(x.shape[0], len(self.rows))
+        if len(union):
+            whole = None if biases[0] is None else torch.cat([bias for bias in biases if bias is not None])
+            values[:, union] = self.candidate_products(x, union, whole)
+        return values
+
+    def candidate_products(self, x: Tensor, union: Tensor, biases: Tensor | None) -> Tensor:
+        """The activations of some rows of the first matrix, [T, k]."""
+        rows = torch.index_select(self._table, 0, self._first_rows[union])
+        # An op of its own: it keeps the native form of weights that do not move, and these do.
+        product = LinearOp(self._context.linear)(x, (rows,), (None if biases is None else biases[union],))[0]
+        return api.activate(product, self._activation.value)
 
     def sum_up(self, neurons: Tensor, form: Form) -> Tensor:
         """The product with the last matrix: neurons [T, n] → [T, num_out]."""
@@ -197,6 +271,10 @@ class SparseSide(HostSide):
         counts.forms[form] += 1
         return form
 
+    def first_products(self, x: Tensor) -> Tensor:
+        """x · rows of the first matrix, all of them: [T, n]."""
+        return self._product(x, 0)
+
     def _neurons(self, x: Tensor) -> Tensor:
         """All rows of all matrices but the last → [T, n]."""
         ins = [self._product(x, place) for place in range(self.shape.num_ins)]
@@ -222,7 +300,7 @@ class SparseSide(HostSide):
         neurons = torch.zeros_like(gate)
         if not len(union):
             return neurons
-        rows = self._table[self._up_rows[union]]  # [k, K]
+        rows = torch.index_select(self._table, 0, self._up_rows[union])  # [k, K]
         bias = self._up_bias()
         # An op of its own: it keeps the native form of weights that do not move, and these do.
         up = LinearOp(self._context.linear)(x, (rows,), (None if bias is None else bias[union],))[0]

@@ -28,6 +28,7 @@ from ambidex.mlp.hot_neurons import NeuronMap
 from ambidex.mlp.neuron_cache import CachedLayer, NeuronCounts
 from ambidex.mlp.neuron_mover import NeuronMover, NeuronPlace
 from ambidex.mlp.parts import Part, Rows
+from ambidex.mlp.screen import Screen
 from ambidex.mlp.sparse_side import SparseContext, SparseSide, find_scattered, lay_out
 from ambidex.mlp.split_site import HostParts, HostPlace, SplitSite, StreamedPart, WeightLanes
 from ambidex.models.base import CausalLM, LinearSite
@@ -202,6 +203,7 @@ class DividedWeights:
         self._plans = plans
         self._sparse: SparseContext | None = None
         self._biases: dict[LinearSite | Neurons, list[Tensor]] = {}
+        self._screens: dict[LinearSite | Neurons, Screen] = {}
         self._linear, self._host_linear, self._dtype = linear, host_linear, dtype
         near = _Arena([(plan.shape, plan.cuts.on_gpu) for plan in plans], dtype, device)
         far = _Arena([(plan.shape, rows) for plan in plans for rows in _host_chunks(plan)], dtype, torch.device("cpu"))
@@ -262,6 +264,7 @@ class DividedWeights:
             plan.layer_idx: NeuronPlace(
                 near=own, table=table, rows=rows,
                 biases=[*_neuron_biases(plan.site), *self._host_biases(plan)],
+                screen=self._screens.get(plan.site),
             )
             for plan, own, parts in zip(self._plans, near, sides, strict=True)
             if can_change_places(plan) and own is not None and find_scattered(plan.shape, parts) is None
@@ -299,7 +302,7 @@ class DividedWeights:
         first = 0
         for plan, parts, num, host in zip(self._plans, sides, num_on_cpu, travelling, strict=True):
             counted = cached.get(plan.layer_idx) if plan.layer_idx is not None else None
-            side = self._make_side(plan.shape, parts[:num], counted) if num else None
+            side = self._make_side(plan, parts[:num], counted) if num else None
             made.append(HostParts(side=side, streamed=self._streamed(plan, host, lap, first)))
             first += len(host)
             if side is not None:
@@ -309,19 +312,33 @@ class DividedWeights:
                 )
         return made
 
-    def _make_side(self, shape: SiteShape, parts: Sequence[Part], counted: CachedLayer | None) -> HostSide:
-        if self._sparse is not None and shape.is_neuron_major and find_scattered(shape, parts) is None:
-            return SparseSide(shape, parts, self._sparse, None if counted is None else counted.counts)
-        return HostSide(shape, parts)
+    def _make_side(self, plan: SitePlan, parts: Sequence[Part], counted: CachedLayer | None) -> HostSide:
+        if self._sparse is not None and is_sparse(plan.shape, parts):
+            counts = None if counted is None else counted.counts
+            return SparseSide(plan.shape, parts, self._sparse, counts, self._screens.get(plan.site))
+        return HostSide(plan.shape, parts)
 
-    def host_neurons(self) -> list[tuple[SiteShape, list[Part]]]:
+    def make_screens(self) -> None:
+        """Copy the first rows of the CPU's parts of MLPs in 8 bits; the weights are filled.
+
+        Cost: reads them once, and writes a half.
+        """
+        for plan, host in self._host_rows():
+            parts = self._host_parts(plan, host[: len(plan.cuts.on_cpu)])
+            if parts and is_sparse(plan.shape, parts) and Screen.refusal(plan.shape.num_in) is None:
+                weights = [part.numbers.ins[0] for part in parts]
+                self._screens[plan.site] = Screen(
+                    [rows for rows in weights if isinstance(rows, Tensor)], self._host_linear
+                )
+
+    def host_neurons(self) -> list[tuple[SiteShape, list[Part], Screen | None]]:
         """The CPU's parts of each MLP whose neurons can be left out, for measurements: the weights are filled."""
         found = [
-            (plan.shape, self._host_parts(plan, host[: len(plan.cuts.on_cpu)]))
+            (plan.shape, self._host_parts(plan, host[: len(plan.cuts.on_cpu)]), self._screens.get(plan.site))
             for plan, host in self._host_rows()
             if plan.shape.is_neuron_major and plan.cuts.on_cpu
         ]
-        return [(shape, parts) for shape, parts in found if find_scattered(shape, parts) is None]
+        return [(shape, parts, screen) for shape, parts, screen in found if is_sparse(shape, parts)]
 
     def host_parts(self) -> list[Part]:
         """Parts that the CPU multiplies, of one place after the other, for measurements: the weights are filled."""
@@ -360,6 +377,21 @@ class DividedWeights:
         if plan.site not in self._biases:
             self._biases[plan.site] = [bias.to("cpu", torch.float32, copy=True) for bias in _neuron_biases(plan.site)]
         return self._biases[plan.site]
+
+
+def is_sparse(shape: SiteShape, parts: Sequence[Part]) -> bool:
+    """Whether neurons of the CPU's parts of a place can be left out."""
+    return shape.is_neuron_major and find_scattered(shape, parts) is None
+
+
+def count_screens(plans: Sequence[SitePlan]) -> int:
+    """Bytes of the 8-bit copies that `make_screens` makes, at most."""
+    return sum(
+        Screen.num_bytes(len(rows), plan.shape.num_in)
+        for plan in plans
+        for rows in plan.cuts.on_cpu
+        if plan.shape.is_neuron_major and Screen.refusal(plan.shape.num_in) is None
+    )
 
 
 def can_change_places(plan: SitePlan) -> bool:

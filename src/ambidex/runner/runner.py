@@ -85,7 +85,7 @@ class ModelRunner:
         tracer: is told the sections of each step.
         device_clock: tells what the device did meanwhile; None: nobody does.
         bounded: the bounded policy in its native form, which is told what each step writes.
-        before_step: called before each step, when none is under way; None: nothing is.
+        before_step: called before each step, when the CPU has no part in one; None: nothing is.
     """
 
     def __init__(

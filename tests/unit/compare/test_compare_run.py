@@ -68,6 +68,14 @@ def test_quality_cells_compare_with_full_attention(folder: Path) -> None:
         assert "--contexts is too short" in lines[0]["figures"]["no_secrets"]
 
 
+def test_quality_of_random_weights_is_measured_on_random_tokens(folder: Path) -> None:
+    cell = make_cell(CellKind.QUALITY, folder, context=100, batch=None)
+    config = {"model": str(folder), **SETTINGS, "load_format": "dummy", "policy": "streaming_llm", "policy_tokens": 8}
+    part = Part(config=config, cells=[cell.record()], text="a")
+    (line,) = [line for _, line in run_part(part) if "begun" not in line]
+    assert line["figures"]["agreement"]["mean_kl"] > 0
+
+
 def test_timeline_cells_have_spans_of_each_lane(folder: Path) -> None:
     cell = make_cell(CellKind.TIMELINE, folder)
     (line,) = measure(folder, [cell], kv_gpu_tokens=32, block_size=16)

@@ -13,6 +13,8 @@ from ambidex.core.sparsity import MLPSparsity, SparsityKind, parse_sparsity
     [
         ("off", None),
         ("relu", MLPSparsity(kind=SparsityKind.RELU)),
+        ("cats", MLPSparsity(kind=SparsityKind.CATS, share=0.2)),
+        ("teal", MLPSparsity(kind=SparsityKind.TEAL, share=0.5)),
         ("cats:0.5", MLPSparsity(kind=SparsityKind.CATS, share=0.5)),
         ("teal:.4", MLPSparsity(kind=SparsityKind.TEAL, share=0.4)),
     ],
@@ -29,7 +31,7 @@ def test_every_form_is_read_and_shown_so_that_it_is_read_again(text: str, sparsi
         ("off:1", "it must be off, relu"),
         ("cat:0.5", "it must be off, relu"),
         ("relu:0.5", "relu is exact and has no share"),
-        ("cats", "give the share to skip, such as cats:0.5"),
+        ("cats:", "give the share to skip, such as cats:0.5"),
         ("cats:half", "give the share to skip"),
         ("teal:0.99", "the share must be from 0.05 to 0.95"),
         ("teal:nan", "the share must be from 0.05 to 0.95"),

@@ -143,12 +143,12 @@ def test_the_cheapest_form_is_taken_and_beyond_what_was_measured_the_dense_one()
 
 def test_measured_costs_are_positive_and_for_every_size() -> None:
     world = World(num_ins=2, dtype=torch.float32)
-    costs = measure_costs([(world.shape, world.parts)], world.context)
+    costs = measure_costs([(world.shape, world.parts, None)], world.context)
     for by_tokens in (costs.bags, costs.union, costs.dense):
         assert tuple(by_tokens) == TOKENS
         assert min(by_tokens.values()) > 0
     world.context.costs = costs
-    rates = sparse_rates([(world.shape, world.parts)], world.context, active_share=0.1)
+    rates = sparse_rates([(world.shape, world.parts, None)], world.context, active_share=0.1)
     assert tuple(rates) == TOKENS
 
 

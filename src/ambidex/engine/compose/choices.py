@@ -18,7 +18,7 @@ from ambidex.core.kv_spec import KVOrder, StreamBuffers
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.placement import Placement
 from ambidex.core.policy import PolicyName, resolve_policy
-from ambidex.core.sparsity import NeuronCache
+from ambidex.core.sparsity import OFF, NeuronCache, SparsityKind
 from ambidex.core.step import make_buckets
 from ambidex.core.units import format_size
 from ambidex.cost.weights import DIVIDED_ON_CPU, DIVIDED_ON_GPU, PLAIN, WHOLE_ON_CPU, Residence
@@ -61,6 +61,7 @@ from ambidex.models.divided import (
     DividedBytes,
     RingSizes,
     count_bytes,
+    count_screens,
     measure_weights,
     most_moved_pairs,
     plan_sites,
@@ -77,6 +78,10 @@ torch do between two native calls of a decode step."""
 
 LANE_SPIN_US: Final = 2000
 """The same beside a GPU: longer than its part of a layer, so that no layer begins with waking threads."""
+
+
+SPARSE_SPIN_US: Final = 50
+"""The same where neurons are left out: torch's threads gather rows between native calls, on the same cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +142,8 @@ def make_choices(
     device = choose_device(config.device)
     is_cuda = device.type == "cuda"
     num_threads = config.num_threads or default_num_threads(device)
-    threads = make_threads(num_threads, spin_us=LANE_SPIN_US if is_cuda else CPU_SPIN_US)
+    lane_spin_us = LANE_SPIN_US if config.mlp_sparsity == OFF else SPARSE_SPIN_US
+    threads = make_threads(num_threads, spin_us=lane_spin_us if is_cuda else CPU_SPIN_US)
     dtype, dtype_why = choose_dtype(
         config.dtype,
         checkpoint=spec.dtype,
@@ -188,6 +194,7 @@ def make_choices(
         dummy_kind=dummy_kind,
         stream_blocks=stream.step_blocks if stream is not None else 0,
         skips_neurons=sparsity is not None,
+        screens_rows=sparsity is not None and sparsity.sparsity.kind is SparsityKind.RELU_SCREENED,
     )  # fmt: skip
     if weights.placement is not None:
         check_placement(config, looks_ahead=Need.LOOK_AHEAD in policy.needs, placement=weights.placement)
@@ -235,10 +242,12 @@ def _choose_weights(
     dummy_kind: str | None,
     stream_blocks: int,
     skips_neurons: bool,
+    screens_rows: bool,
 ) -> WeightChoices:
     """Where weights lie: as a file or the solver says, or what fits on the accelerator there and the rest in DRAM.
 
     Args:
+        screens_rows: whether it has 8-bit copies of first rows.
         skips_neurons: whether the CPU leaves out neurons; then all that lies in DRAM is its part, of which the rates
             that are measured at start give some to the link.
     Raises:
@@ -301,6 +310,7 @@ def _choose_weights(
     sizes = measure_weights(skeleton, dtype.num_bytes, kinds=kinds, whole_kinds=as_stored)
     plans = plan_sites(skeleton, placement, chunk_size=chunk_size, kinds=kinds, skips_neurons=skips_neurons)
     parts = count_bytes(plans, ring, dtype.num_bytes)
+    screens = count_screens(plans) if screens_rows else 0
     pairs, moving = 0, 0
     if config.neuron_cache is not NeuronCache.OFF:
         pairs, moving = most_moved_pairs(plans, config.neuron_move_memory, dtype.num_bytes)
@@ -309,7 +319,11 @@ def _choose_weights(
         why=why,
         ring=ring,
         bytes=WeightBytes(
-            on_gpu=sizes.whole + parts.on_gpu, in_dram=parts.on_cpu + parts.streamed, ring=parts.ring, moving=moving
+            on_gpu=sizes.whole + parts.on_gpu,
+            in_dram=parts.on_cpu + parts.streamed,
+            screens=screens,
+            ring=parts.ring,
+            moving=moving,
         ),
         parts=parts,
         kinds=kinds,

@@ -90,6 +90,7 @@ def describe(
     fallbacks: Fallbacks,
 ) -> EngineReport:
     is_cuda = choices.device.type == "cuda"
+    sparse = None if divided is None else divided.sparse
     return make_report(
         config,
         model_name=choices.source.name,
@@ -100,7 +101,9 @@ def describe(
             _weights_row(choices),
             *_placement_rows(choices, divided),
             *sparsity_rows(
-                choices.sparsity, divided.sparse.costs if divided is not None and divided.sparse is not None else None
+                choices.sparsity,
+                None if sparse is None else sparse.costs,
+                None if sparse is None else sparse.screen_costs,
             ),
             *cache_rows(
                 config,

@@ -10,7 +10,7 @@ from ambidex.core.config import EngineConfig
 from ambidex.core.ids import Tier
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.regions import Regions
-from ambidex.engine.compose.choices import Choices, make_choices
+from ambidex.engine.compose.choices import make_choices
 from ambidex.engine.compose.parts import (
     choose_stream_share,
     make_attention,
@@ -21,6 +21,7 @@ from ambidex.engine.compose.parts import (
     with_policy,
 )
 from ambidex.engine.compose.report import collect_fallbacks, describe
+from ambidex.engine.compose.sessions import find_identity, make_sessions
 from ambidex.engine.compose.weights import Progress, load_model
 from ambidex.engine.core import EngineCore
 from ambidex.engine.engine import Engine
@@ -33,6 +34,7 @@ from ambidex.hw.profile import HardwareProfile
 from ambidex.kv.manager import KVManager
 from ambidex.kv.prefix_cache import PrefixCacheLimits
 from ambidex.mlp.split_site import Level
+from ambidex.models.base import CausalLM
 from ambidex.models.divided import (
     RingSizes,
 )
@@ -68,6 +70,7 @@ def build_engine(
     host_memory: HostMemory = HOST_MEMORY,
     profile: HardwareProfile | None = None,
     dummy_kind: str | None = None,
+    shape_dummy: Callable[[CausalLM], None] | None = None,
 ) -> Engine:
     """Load a model and make it ready to answer.
 
@@ -84,6 +87,7 @@ def build_engine(
         min_scanned: whole blocks of a request from which the bounded policy scans its keys.
         host_memory: who is asked for pinned memory and huge pages; a test hands in one that refuses.
         dummy_kind: GGUF type, one that a GPU multiplies, of the divided matrices of dummy weights; None: plain numbers.
+        shape_dummy: called with a model of dummy weights, whose biases and norms it may change.
         profile: of the machine, for `placement` auto; None: the one that `ambidex calibrate` wrote.
     Raises:
         ConfigError, ModelError: the settings or the model cannot be used.
@@ -101,16 +105,24 @@ def build_engine(
     tokenizer = load_tokenizer(choices.source)
     eos_ids = _eos_ids(choices.spec, tokenizer)
     torch.set_num_threads(choices.num_threads)
-    model, divided = load_model(config, choices, progress, host_memory, cpu_levels)
+    model, divided = load_model(config, choices, progress, host_memory, cpu_levels, shape_dummy)
     pools = make_pools(choices, host_memory)
     fallbacks = collect_fallbacks(choices, pools, None if divided is None else divided.weights)
+    identity = find_identity(config, choices)
     kv_manager = KVManager(
         choices.memory.num_blocks,
         Regions(
             block_size=config.block_size, num_sink_tokens=config.num_sink_tokens, recent_window=config.recent_window
         ),
-        PrefixCacheLimits(max_idle_percent=config.prefix_cache_percent or 0, identity=_cache_identity(choices)),
+        PrefixCacheLimits(
+            max_idle_percent=config.prefix_cache_percent or 0,
+            identity=identity.text,
+            is_saved=config.session_dir is not None,
+        ),
     )
+    checksums = BlockChecksums(pools[Tier.DRAM]) if config.verify else None
+    copy = copy if checksums is None else VerifiedCopy(copy, checksums)
+    sessions = make_sessions(config, identity, pools, copy, kv_manager, lambda: core.stats)
     scheduler = Scheduler(
         kv_manager,
         max_tokens_per_step=config.max_tokens_per_step,
@@ -118,11 +130,11 @@ def build_engine(
         max_context_len=choices.memory.max_context_len,
         seed=config.seed,
         feedback=make_feedback(config, choices.memory.max_context_len),
+        restore=sessions.restore if sessions is not None else None,
     )
     stream_share, stream_why = choose_stream_share(config, choices, pools)
     bounded = make_bounded(config, choices, pools, min_scanned)
-    checksums = BlockChecksums(pools[Tier.DRAM]) if config.verify else None
-    trace = trace_lanes(tracer, choices.device, copy if checksums is None else VerifiedCopy(copy, checksums))
+    trace = trace_lanes(tracer, choices.device, copy)
     runner = ModelRunner(
         model=model,
         attention=with_policy(config, choices, model, make_attention(choices, pools, min_streamed, trace)),
@@ -191,15 +203,10 @@ def build_engine(
             tier: sum(entry.num_bytes for entry in choices.memory.ledger.entries(tier) if entry.owner == "weights")
             for tier in pools
         },
+        sessions=sessions,
         neuron_figures=None if divided is None else divided.neuron_figures,
         predict_step=choices.weights.auto.predict_step_s if choices.weights.auto is not None else None,
     )
-
-
-def _cache_identity(choices: Choices) -> str:
-    """All that K and V depend on beside the tokens, as text."""
-    skipped = None if choices.sparsity is None else str(choices.sparsity.sparsity)
-    return repr((choices.source.name, choices.spec, choices.dtype, sorted(choices.kv.specs.items()), skipped))
 
 
 def _eos_ids(spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:

@@ -8,13 +8,13 @@ from typing import Final
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError
 from ambidex.core.model_spec import ModelSpec
-from ambidex.core.sparsity import MLPSparsity, parse_sparsity
+from ambidex.core.sparsity import MLPSparsity, SparsityKind, parse_sparsity
 from ambidex.core.sparsity import NeuronCache as CacheChoice
 from ambidex.engine.report import ReportRow
 from ambidex.formats.locate import ModelSource
 from ambidex.formats.neuron_profile import NeuronProfile, default_neuron_path, fingerprint, read_neuron_profile
 from ambidex.mlp.neuron_cache import NeuronCache
-from ambidex.mlp.sparse_side import FormCosts
+from ambidex.mlp.sparse_side import FormCosts, ScreenCosts
 from ambidex.models.base import CausalLM
 
 ASSUMED_ACTIVE: Final = 0.1
@@ -78,11 +78,14 @@ def set_masks(model: CausalLM, choice: SparsityChoice) -> None:
         sites.mlp.mask = mask
 
 
-def sparsity_rows(choice: SparsityChoice | None, costs: FormCosts | None) -> list[ReportRow]:
+def sparsity_rows(
+    choice: SparsityChoice | None, costs: FormCosts | None, screens: ScreenCosts | None
+) -> list[ReportRow]:
     """What became of it, for people.
 
     Args:
         costs: of the forms on the CPU; None: it has no part of an MLP.
+        screens: of looking at 8-bit copies first; None: there are none.
     """
     if choice is None:
         return [ReportRow(section="compute", name="mlp_sparsity", value="off", why="every neuron is computed")]
@@ -99,6 +102,12 @@ def sparsity_rows(choice: SparsityChoice | None, costs: FormCosts | None) -> lis
     crossed = ", ".join(f"{100 * share:.0f} % at {num}" for num, share in costs.crossovers().items())
     value = f"{choice.sparsity}, {effect}; the CPU reads columns of active neurons, the GPU all"
     why = f"{known}; measured: dense above {crossed or 'nothing'} tokens"
+    if screens is not None:
+        shares = ", ".join(f"{100 * screens.most_candidates(num):.0f} % at {num}" for num in screens.plain)
+        value += "; rows in front of it are screened by 8-bit copies"
+        why += f"; screening pays below candidates of {shares} tokens"
+    elif choice.sparsity.kind is SparsityKind.RELU_SCREENED:
+        value += "; nothing is screened: rows are no whole blocks of an 8-bit copy"
     return [ReportRow(section="compute", name="mlp_sparsity", value=value, why=why)]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ambidex.core.config import EngineConfig, LoadFormat
 from ambidex.core.sparsity import NeuronCache as CacheChoice
-from ambidex.core.sparsity import NeuronFigures
+from ambidex.core.sparsity import NeuronFigures, SparsityKind
 from ambidex.engine.compose.choices import Choices
 from ambidex.engine.compose.sparsity import set_masks
 from ambidex.kernels.linear import LinearContext
@@ -17,7 +17,7 @@ from ambidex.mlp.host_lane import HostLane
 from ambidex.mlp.hot_neurons import AveragedNeurons, StaticNeurons
 from ambidex.mlp.neuron_cache import CachedLayer, NeuronCache
 from ambidex.mlp.rates import LaneRates, keep_whole, measure_rates
-from ambidex.mlp.sparse_rates import NO_COSTS, measure_costs, sparse_rates
+from ambidex.mlp.sparse_rates import NO_COSTS, measure_costs, measure_screens, sparse_rates
 from ambidex.mlp.sparse_side import SparseContext, SparsityCounts
 from ambidex.mlp.split_site import Level, WeightLanes
 from ambidex.models.base import CausalLM
@@ -55,6 +55,8 @@ class Divided:
             num_active=counts.num_active,
             num_rows=counts.num_rows,
             num_rows_read=counts.num_rows_read,
+            num_screened=counts.num_screened,
+            num_candidates=counts.num_candidates,
             cache=None if self.cache is None else self.cache.figures(),
         )
 
@@ -65,6 +67,7 @@ def load_model(
     progress: Progress | None,
     host_memory: HostMemory,
     cpu_levels: Sequence[Level] | None,
+    shape_dummy: Callable[[CausalLM], None] | None = None,
 ) -> tuple[CausalLM, Divided | None]:
     device, dtype = choices.device, TORCH_DTYPES[choices.dtype]
     linear = LinearContext(choices.threads if device.type == "cpu" else None)
@@ -102,6 +105,8 @@ def load_model(
     matrices = divided.matrices if divided is not None else {}
     if config.load_format is LoadFormat.DUMMY:
         make_dummy_weights(model, seed=config.seed, device=device, dtype=dtype, divided=matrices)
+        if shape_dummy is not None:
+            shape_dummy(model)
     else:
         load_weights(
             model,
@@ -122,6 +127,7 @@ def load_model(
         if sparse is not None and choices.sparsity is not None:
             share = choices.sparsity.active_share
             rates = replace(rates, cpu=sparse_rates(divided.host_neurons(), sparse, active_share=share))
+            sparse.counts = SparsityCounts()
         sizes_in_dram = choices.weights.parts
         assert sizes_in_dram is not None, "divided weights were counted"
         levels = rates.levels(on_cpu=sizes_in_dram.on_cpu, streamed=sizes_in_dram.streamed)
@@ -167,11 +173,20 @@ def _make_cache(
 
 def _make_sparse(choices: Choices, divided: DividedWeights, linear: LinearContext) -> SparseContext | None:
     """What the CPU's parts of MLPs share that leave out neurons, with costs as measured; None: there are none."""
+    if choices.sparsity is not None and choices.sparsity.sparsity.kind is SparsityKind.RELU_SCREENED:
+        divided.make_screens()
     places = divided.host_neurons() if choices.sparsity is not None else []
     if not places:
         return None
-    context = SparseContext(linear=linear, num_threads=choices.num_threads, costs=NO_COSTS)
+    # Where the accelerator is the CPU, torch has one thread in decode steps (`TorchThreads`).
+    num_threads = 1 if choices.device.type == "cpu" else choices.num_threads
+    context = SparseContext(linear=linear, num_threads=num_threads, costs=NO_COSTS)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
     with torch.inference_mode():
         context.costs = measure_costs(places, context)
+        if any(screen is not None for _, _, screen in places):
+            context.screen_costs = measure_screens(places, context)
+    torch.set_num_threads(before)
     context.counts = SparsityCounts()
     return context

@@ -20,14 +20,16 @@ with suppress(ImportError):  # `BoundedPool` says so when it is made
 NUM_FIGURES: Final = 5
 """Figures of each query head: `dropped_mass`, `error_share`, `value_norm`, `out_norm`, `num_kept`, in this order."""
 
+PHASES: Final = ("scan", "choose", "keep", "wait")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScannedLayer:
     """One layer of a tiled pool as bounded attention reads it.
 
-    `scanned` [Hkv, N, P, Dp] int8 in tile order with `scales` [Hkv, N, P] fp32; `rows` [Hkv, N, P, Dp], K row after row
-    in the pool's number, None where K is int8 itself; `v` tiled, `v_scales` with int8; `norms` [Hkv, N, 2] fp32: no row
-    of K in the block as it is scanned, and none of V, is longer.
+    `scanned` [Hkv, N, P, Dp] int8 in tile order with `scales` [Hkv, N, P] fp32; `rows` [Hkv, N, P, 2 Dp], K and V of a
+    key side by side in the pool's number, None where K is int8 itself; `v` tiled, `v_scales` with int8; `norms`
+    [Hkv, N, 2] fp32: no row of K in the block as it is scanned, and none of V, is longer.
     """
 
     scanned: Tensor
@@ -95,6 +97,14 @@ class BoundedPool:
             raise ShapeError(f"attend_bounded: {error}") from error
         return out, lse, figures
 
+    def take_phase_seconds(self) -> dict[str, float]:
+        """Seconds that the threads, taken together, spent in calls since the last time that this was asked.
+
+        `scan` all keys; `choose` thresholds, and wait for what an accelerator saw; `keep` attend what is kept; `wait`
+        for a threshold. What a thread does between calls, or while others finish, is in none of them.
+        """
+        return dict(zip(PHASES, self.native.take_phase_seconds(), strict=True))
+
     def copy_for_scan(
         self,
         k: Tensor,
@@ -114,7 +124,7 @@ class BoundedPool:
             layer: where it goes; its `scanned`, `scales` and `rows` are not written where K is int8.
         Raises:
             ShapeError: tensors do not fit each other.
-        Cost: reads K and V of the blocks and writes about as much as K.
+        Cost: reads K and V of the blocks and writes them again, and half of K.
         """
         is_int8 = layer.rows is None
         try:
