@@ -14,7 +14,7 @@ from ambidex.server.answers import Answer, Answers
 from ambidex.server.errors import answer_for
 from ambidex.server.gate import record_of
 from ambidex.server.metrics import Metrics
-from ambidex.server.stream import DONE, ChunkFrame, EventStream, comment, event, while_connected
+from ambidex.server.stream import DONE, ChunkFrame, EventStream, LastFrame, comment, event, while_connected
 from ambidex.server.writers import Writer
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ class Generation:
         usage: dict[str, Any] = {"usage": None} if self.has_usage else {}
         first = ChunkFrame(self._head(), usage | warnings)
         frame = first if self.writer.kind == "text_completion" else ChunkFrame(self._head(), usage)
+        tail = b""
         try:
             for idx in range(self.num_choices):
                 for choice in self.writer.begin(idx):
@@ -86,18 +87,20 @@ class Generation:
                     last[idx] = output
                     for choice in self.writer.advance(idx, output):
                         events += frame.event(choice)
-                if events:
+                if self.answer.is_finished:
+                    tail = events
+                elif events:
                     yield events
             if self.has_usage:
                 outputs = [last[idx] for idx in range(self.num_choices)]
-                yield event(self._head() | {"choices": [], "usage": self._usage(outputs)})
-            yield DONE
+                tail += event(self._head() | {"choices": [], "usage": self._usage(outputs)})
+            yield LastFrame(tail + DONE)  # all of it is there at once: one write
         except Exception as error:  # the status has been sent: all that is left is an event
             answer = answer_for(error)
             if answer.status >= 500:
                 logger.warning("answer %s ends with an error: %s", self.answer.id, answer.message)
             record_of(http).status = answer.status
-            yield event(answer.body())
+            yield LastFrame(event(answer.body()))
         finally:
             self._close(http, answers, metrics)
 

@@ -46,6 +46,10 @@ class ChunkFrame:
         return self._head + _encode(choice) + self._tail
 
 
+class LastFrame(bytes):
+    """The last frame of a stream: it leaves together with what ends the response."""
+
+
 def comment(text: str) -> bytes:
     """A line that clients skip and proxies count as life."""
     return f": {text}\n\n".encode()
@@ -75,7 +79,7 @@ class EventStream(Response):
     """A response of events; `frames` is closed as soon as the client goes away.
 
     Args:
-        frames: whole events as bytes.
+        frames: whole events as bytes; a `LastFrame` is followed by none.
     """
 
     media_type = "text/event-stream"
@@ -93,9 +97,12 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         async with contextlib.aclosing(self._frames) as frames:  # type: ignore[type-var]
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            is_open = True
             async for frame in frames:
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                is_open = not isinstance(frame, LastFrame)
+                await send({"type": "http.response.body", "body": frame, "more_body": is_open})
+            if is_open:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _gone(receive: Receive) -> None:
