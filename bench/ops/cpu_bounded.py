@@ -190,7 +190,7 @@ def measure(case: Case, threads: native.ThreadPool, memory: Tensor, memory_bytes
     rate = READ_BYTES / min(r["read"] for r in rounds)
     kept = float(figures[..., 4].mean()) / case.context
     size = NUMBERS[case.number].itemsize
-    row_bytes = (HEAD_DIM * size if case.number != "int8" else 0) + HEAD_DIM // 16 * LINE  # a row of K, lines of V
+    row_bytes = HEAD_DIM // 16 * LINE if case.number == "int8" else 2 * HEAD_DIM * size  # lines of V; rows of K and V
     scan_bytes = NUM_KV_HEADS * case.context * (HEAD_DIM + DType.INT8.num_scale_bytes)
     num_bytes = scan_bytes + NUM_KV_HEADS * case.context * kept * row_bytes
     scan_rate = scan_bytes / (phases["scan"] / case.threads)
@@ -255,7 +255,7 @@ def make_layer(case: Case, attention: native.AttentionPool, bounded: BoundedPool
     scanned = ScannedLayer(
         scanned=pools[0] if k_scales is not None else torch.empty(shape, dtype=torch.int8),
         scales=k_scales if k_scales is not None else torch.empty(shape[:3]),
-        rows=None if k_scales is not None else torch.empty(shape, dtype=dtype),
+        rows=None if k_scales is not None else torch.empty((*shape[:3], 2 * HEAD_DIM), dtype=dtype),
         v=pools[1],
         v_scales=v_scales,
         norms=torch.zeros(NUM_KV_HEADS, num_blocks, 2),

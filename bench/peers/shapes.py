@@ -1,6 +1,11 @@
-"""Checkpoints with random weights in the shapes of known models, which every engine reads alike."""
+"""Checkpoints with random weights in the shapes of known models, which every engine reads alike.
 
-from collections.abc import Mapping
+python bench/peers/shapes.py FOLDER [SHAPE …]     # without weights, for `ambidex bench … --load-format dummy`
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,10 +55,14 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
 """The models of HybridGen's tables, by what their config.json says; `tiny` is to try the scripts."""
 
 
+SCORE_STD: Final = 4.0
+
+
 def save_random_model(shape: str, folder: Path, *, seed: int = 0) -> int:
     """Save a checkpoint in bf16 with a tokenizer that loads (no text is read); returns the vocabulary's size.
 
-    Weights are made where there is a GPU on it: an 8B model in seconds.
+    Scores of attention spread by 4, as with the engine's dummy weights (`models/weights.py`). Weights are made where
+    there is a GPU on it: an 8B model in seconds.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -63,8 +72,43 @@ def save_random_model(shape: str, folder: Path, *, seed: int = 0) -> int:
     torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith("q_proj.weight"):
+            std = config.initializer_range if hasattr(config, "initializer_range") else config.init_std
+            parameter.data.mul_(SCORE_STD / (std**2 * parameter.shape[1]))
     model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return int(fields["vocab_size"])
+
+
+def save_config(shape: str, folder: Path) -> None:
+    """Save what a model of the shape would say of itself, and a tokenizer that loads."""
+    architecture = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "opt": "OPTForCausalLM"}
+    fields = SHAPES[shape]
+    config = {"architectures": [architecture[fields["model_type"]]], "hidden_act": "silu", "torch_dtype": "bfloat16",
+              "bos_token_id": 1, "eos_token_id": 2, **fields}  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_tokenizer(folder)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Save the smallest tokenizer that loads: no text is read or written with these models."""
     Tokenizer(models.BPE(vocab={"<unk>": 0, "a": 1, "b": 2}, merges=[], unk_token="<unk>")).save(
         str(folder / "tokenizer.json")
     )
-    return int(fields["vocab_size"])
+
+
+def main(folder: str, *shapes: str) -> int:
+    """Save the configs of shapes, each in a folder of its name; returns the exit code."""
+    unknown: Sequence[str] = [shape for shape in shapes if shape not in SHAPES]
+    if unknown:
+        print(f"unknown shapes {', '.join(unknown)}: known are {', '.join(SHAPES)}", file=sys.stderr)
+        return 2
+    for shape in shapes or SHAPES:
+        save_config(shape, Path(folder, shape))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -44,7 +44,8 @@ void make_arrays(BoundedArrays* self, const ConstBytes<3>& q, std::string_view q
   AMBIDEX_CHECK(rows.has_value() != is_int8, "rows: are given where K is not int8, and nowhere else");
   if (rows) {
     check_itemsize("rows", *rows, size_of(call.v_number));
-    check_alike("rows", *rows, scanned, 4);
+    check_alike("rows", *rows, scanned, 3);
+    check_size("rows", "K and V of a key", *rows, 3, 2 * scanned.shape(3));
     call.rows = static_cast<const char*>(rows->data());
   }
   call.v_tiles = make_tiles(v.itemsize(), v.shape(2), v.shape(3));
@@ -109,7 +110,8 @@ void bind_copy(BoundedPool& self, const ConstBytes<4>& k, const ConstBytes<4>& v
   if (!is_int8) {
     check_alike("scanned", *scanned, k, 4);
     check_alike("scales", *scales, k, 3);
-    check_alike("rows", *rows, k, 4);
+    check_alike("rows", *rows, k, 3);
+    check_size("rows", "K and V of a key", *rows, 3, 2 * k.shape(3));
     check_itemsize("rows", *rows, size_of(call.number));
     call.scanned = scanned->data();
     call.scales = scales->data();

@@ -28,12 +28,12 @@ struct BoundedCall {
   // Queries, and the keys as they are scanned: number is int8. Its v is that of `v` below; out [T, Hq, D] and lse
   // [T, Hq] are written.
   AttendCall scan;
-  // K itself, row after row: [Hkv, N, P, padded_dim]; null: the scanned keys are K.
+  // K and V, row after row: [Hkv, N, P, 2, padded_dim]; null: both are int8, and the scanned keys are K.
   const char* rows;
   Number v_number;  // of v, and of rows
   KVTiles v_tiles;
-  const char* v;          // [Hkv, N, record]
-  const float* v_scales;  // int8 only
+  const char* v;          // [Hkv, N, record]; int8 only, as v_scales
+  const float* v_scales;
   const float* norms;     // [Hkv, N, 2]: no row of K as it is scanned, and none of V, is longer in the block
   float max_mass;         // 0 … 1: share of the softmax that may be left out
   // What the queries saw of other keys, [T, Hq, D] and [T, Hq]: it counts in the softmax, and is joined with the answer.

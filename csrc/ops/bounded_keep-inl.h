@@ -1,8 +1,8 @@
 // What bounded attention does with the keys that it keeps, compiled once per instruction set (per_isa.cpp).
 //
-// They lie scattered: a row of K in one place, the values of a key in as many lines as it has 16 dims. So keys are listed
-// first, and what will be read of a key is fetched into the second cache long before, into the first shortly before, while
-// the keys before it are attended.
+// They lie scattered: K and V of a key in one place, or with int8 its values in as many lines as it has 16 dims. So keys are
+// listed first, and what will be read of a key is fetched into the second cache long before, into the first shortly before,
+// while the keys before it are attended.
 #pragma once
 
 #include "ops/bounded_queries-inl.h"
@@ -13,7 +13,7 @@ namespace ambidex::AMBIDEX_ISA {
 
 constexpr std::size_t kKeptAtOnce = 16;  // keys; one vector of scores a row
 constexpr std::size_t kMostListed = 1024;
-// Keys ahead. With 128 dims of 16 bits a key has 12 lines, and takes some tens of nanoseconds.
+// Keys ahead. With 128 dims of 16 bits a key has 8 lines, and takes some tens of nanoseconds.
 constexpr std::size_t kFarKeys = 40, kNearKeys = 8;
 
 struct KeepSpace {
@@ -37,23 +37,52 @@ struct KeepSpace {
   std::size_t bytes;
 };
 
-// Where a value lies: the line of its first 16 dims; those of the next 16 come column_bytes later.
+// Where a value lies: its first 16 dims; the next 16 come column_bytes later. In rows, behind the key.
 template <class Element>
 class Values {
  public:
+  Values(const BoundedCall& call, std::size_t kv_head) {
+    const std::size_t dim = call.v_tiles.padded_dim, slots = kv_head * call.scan.num_blocks * call.v_tiles.block_size;
+    column_bytes_ = 16 * sizeof(Element);
+    row_bytes_ = 2 * dim * sizeof(Element);
+    first_ = call.rows + slots * row_bytes_ + row_bytes_ / 2;
+  }
+
+  const char* at(std::size_t slot) const { return first_ + slot * row_bytes_; }
+  Lanes load(const char* value, std::size_t column, std::size_t) const {
+    return load_some(reinterpret_cast<const Element*>(value + column * column_bytes_));
+  }
+  // Calls use(line) for each line of K and V.
+  template <class Use>
+  void for_lines(std::size_t slot, const Use& use) const {
+    const char* row = at(slot) - row_bytes_ / 2;
+    for (std::size_t i = 0; i < row_bytes_; i += 64) use(row + i);
+  }
+
+ private:
+  std::size_t column_bytes_, row_bytes_;
+  const char* first_;
+};
+
+// In tiles, four tokens to a line.
+template <>
+class Values<int8_t> {
+ public:
   Values(const BoundedCall& call, std::size_t kv_head)
       : depth_(call.v_tiles.depth),
-        group_bytes_(call.v_tiles.depth * call.v_tiles.padded_dim * sizeof(Element)),
-        column_bytes_(call.v_tiles.depth * 16 * sizeof(Element)),
+        group_bytes_(call.v_tiles.depth * call.v_tiles.padded_dim),
+        column_bytes_(call.v_tiles.depth * 16),
         num_columns_(call.v_tiles.padded_dim / 16),
         first_(call.v + kv_head * call.scan.num_blocks * call.v_tiles.record_bytes) {}
 
-  const char* line(std::size_t slot) const {
-    return first_ + slot / depth_ * group_bytes_ + slot % depth_ / kPack * 64;
+  const char* at(std::size_t slot) const { return first_ + slot / depth_ * group_bytes_ + slot % depth_ / 4 * 64; }
+  Lanes load(const char* value, std::size_t column, std::size_t slot) const {
+    return load_token(reinterpret_cast<const int8_t*>(value + column * column_bytes_), slot % 4);
   }
-  std::size_t num_columns() const { return num_columns_; }
-  std::size_t column_bytes() const { return column_bytes_; }
-  static constexpr std::size_t kPack = 4 / sizeof(Element);
+  template <class Use>
+  void for_lines(std::size_t slot, const Use& use) const {
+    for (std::size_t i = 0; i < num_columns_; ++i) use(at(slot) + i * column_bytes_);
+  }
 
  private:
   std::size_t depth_, group_bytes_, column_bytes_, num_columns_;
@@ -62,15 +91,14 @@ class Values {
 
 // out[row] += Σ probs[row] · value, 16 dims at a time, for kRows rows.
 template <class Element, std::size_t kRows>
-inline void add_kept_rows(const Values<Element>& values, std::size_t num, const char* const* lines,
-                          const std::size_t* tokens, const float* probs, float* out, std::size_t dim) {
-  for (std::size_t column = 0; column < values.num_columns(); ++column) {
+inline void add_kept_rows(const Values<Element>& values, std::size_t num, const char* const* places,
+                          const KeepSpace::Listed* keys, const float* probs, float* out, std::size_t dim) {
+  for (std::size_t column = 0; column < dim / 16; ++column) {
     Lanes sums[kRows];
 #pragma GCC unroll 8
     for (std::size_t r = 0; r < kRows; ++r) sums[r] = Lanes::load(out + r * dim + 16 * column);
     for (std::size_t i = 0; i < num; ++i) {
-      const auto* line = reinterpret_cast<const Element*>(lines[i] + column * values.column_bytes());
-      const Lanes value = load_token(line, tokens[i]);
+      const Lanes value = values.load(places[i], column, keys[i].slot);
 #pragma GCC unroll 8
       for (std::size_t r = 0; r < kRows; ++r) {
         sums[r] = mul_add(Lanes::broadcast(probs[r * kKeptAtOnce + i]), value, sums[r]);
@@ -129,7 +157,7 @@ class Keeper {
         values_(call, range.keys.kv_head) {
     const std::size_t slots = range.keys.kv_head * call.scan.num_blocks * call.scan.tiles.block_size;
     v_scales_ = call.v_scales == nullptr ? nullptr : call.v_scales + slots;
-    k_rows_ = call.rows == nullptr ? nullptr : reinterpret_cast<const Element*>(call.rows) + slots * dim_;
+    k_rows_ = call.rows == nullptr ? nullptr : reinterpret_cast<const Element*>(call.rows) + slots * 2 * dim_;
   }
 
   void run() {
@@ -184,12 +212,7 @@ class Keeper {
 
   template <class Fetch>
   void fetch(const KeepSpace::Listed& key, const Fetch& fetch_line) const {
-    if (k_rows_ != nullptr) {
-      const char* row = reinterpret_cast<const char*>(k_rows_ + key.slot * dim_);
-      for (std::size_t i = 0; i < dim_ * sizeof(Element); i += 64) fetch_line(row + i);
-    }
-    const char* line = values_.line(key.slot);
-    for (std::size_t i = 0; i < values_.num_columns(); ++i) fetch_line(line + i * values_.column_bytes());
+    values_.for_lines(key.slot, fetch_line);
     if (v_scales_ != nullptr) fetch_line(reinterpret_cast<const char*>(v_scales_ + key.slot));
   }
   void fetch_far(std::size_t i, std::size_t num) const {
@@ -205,18 +228,16 @@ class Keeper {
     for (std::size_t first = 0; first < num; first += kKeptAtOnce) {
       const std::size_t some = num - first < kKeptAtOnce ? num - first : kKeptAtOnce;
       const KeepSpace::Listed* keys = ws_.listed + first;
-      const char* lines[kKeptAtOnce];
-      std::size_t tokens[kKeptAtOnce];
+      const char* places[kKeptAtOnce];
       for (std::size_t i = 0; i < some; ++i) {
         fetch_far(first + kFarKeys + i, num);
         fetch_near(first + kNearKeys + i, num);
-        lines[i] = values_.line(keys[i].slot);
-        tokens[i] = keys[i].slot % Values<Element>::kPack;
+        places[i] = values_.at(keys[i].slot);
         score(keys[i], i);
       }
       for (std::size_t row = 0; row < rows_; ++row) soften(keys, some, row);
       for_rows(rows_, [&](std::size_t row, auto count) {
-        add_kept_rows<Element, decltype(count)::value>(values_, some, lines, tokens, ws_.probs + row * kKeptAtOnce,
+        add_kept_rows<Element, decltype(count)::value>(values_, some, places, keys, ws_.probs + row * kKeptAtOnce,
                                                        to_.outs + row * dim_, dim_);
       });
     }
@@ -232,7 +253,7 @@ class Keeper {
     if constexpr (sizeof(Element) > 1) {
       const float scale = call_.scan.scale * kLog2OfE;
       for_rows(rows_, [&](std::size_t row, auto count) {
-        multiply_key<Element, decltype(count)::value>(k_rows_ + key.slot * dim_, ws_.q_rows + row * dim_, dim_, scale,
+        multiply_key<Element, decltype(count)::value>(k_rows_ + key.slot * 2 * dim_, ws_.q_rows + row * dim_, dim_, scale,
                                                       ws_.probs + row * kKeptAtOnce + i);
       });
     }
@@ -264,7 +285,7 @@ class Keeper {
   Keys keys_;
   Values<Element> values_;
   const float* v_scales_;
-  const Element* k_rows_;
+  const Element* k_rows_;  // each with its value behind it
 };
 
 }  // namespace ambidex::AMBIDEX_ISA

@@ -252,7 +252,9 @@ class Scanner {
       near[i] = first + i + 1 < num_found_ ? k_ + slot(first + i + 1) * dim_ : units[i];
     }
     far_.num_units = num;
-    far_.unit = far_.offset = 0;
+    far_.unit = 0;
+    far_.next = far_.units[0];
+    far_.lines_left = dim_ / 4;
     for (std::size_t i = 0; i < kPieceUnits; ++i) fetch_scales(first + kScalePiecesAhead * kPieceUnits + i);
     using Products = ScanProducts<Form>;
     const Columns columns{units, Products::kFetchesFar ? far_.units : nullptr, near, num, dim_ / 4};
@@ -375,15 +377,15 @@ class Scanner {
     }
   }
 
-  // Some of the far lines: all of them in as many calls as a piece's rows make.
+  // Some of the far lines of one unit: all units are done after as many calls as a piece's rows make.
   void fetch_far() {
-    for (std::size_t i = 0; i < far_.lines_at_once && far_.unit < far_.num_units; ++i) {
-      prefetch_to_l2(far_.units[far_.unit] + far_.offset);
-      far_.offset += 64;
-      if (far_.offset == 16 * dim_) {
-        far_.offset = 0;
-        ++far_.unit;
-      }
+    const std::size_t num = far_.lines_at_once < far_.lines_left ? far_.lines_at_once : far_.lines_left;
+    for (std::size_t i = 0; i < num; ++i) prefetch_to_l2(far_.next + 64 * i);
+    far_.next += 64 * num;
+    far_.lines_left -= num;
+    if (far_.lines_left == 0 && far_.unit + 1 < far_.num_units) {
+      far_.next = far_.units[++far_.unit];
+      far_.lines_left = dim_ / 4;
     }
   }
 
@@ -416,7 +418,9 @@ class Scanner {
   std::size_t num_found_ = 0;
   struct {
     const char* units[kPieceUnits];
-    std::size_t num_units, lines_at_once, unit, offset;
+    std::size_t num_units, unit;
+    const char* next;
+    std::size_t lines_left, lines_at_once;  // of the unit
   } far_{};
   typename Form::State state_;
   Lanes scale_sum_ = Lanes::zero(), most_scale_ = Lanes::zero();

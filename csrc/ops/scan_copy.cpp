@@ -61,6 +61,12 @@ double read_row(const ScanCopyCall& call, KVPart part, std::size_t head, std::si
 float larger_of(float a, double b) { return b > a || std::isnan(b) ? static_cast<float>(b * kRoundUp) : a; }
 
 template <class Element>
+void keep_row(const ScanCopyCall& call, const Element* stored, Element* to) {
+  std::memcpy(to, stored, call.head_dim * sizeof(Element));
+  std::memset(to + call.head_dim, 0, (call.tiles.padded_dim - call.head_dim) * sizeof(Element));
+}
+
+template <class Element>
 void copy_block(const ScanCopyCall& call, Isa isa, std::size_t head, std::size_t block_id) {
   const std::size_t block_size = call.tiles.block_size, padded_dim = call.tiles.padded_dim;
   const KVTiles tiles = make_tiles(1, block_size, padded_dim);
@@ -70,18 +76,17 @@ void copy_block(const ScanCopyCall& call, Isa isa, std::size_t head, std::size_t
   std::int8_t whole[kLargestDim];
   float longest_k = 0.0f, longest_v = 0.0f;
   for (std::size_t token = 0; token < block_size; ++token) {
-    const std::size_t slot = block_id * block_size + token;
+    const std::size_t slot = block_id * block_size + token, place = head * call.num_blocks * block_size + slot;
+    auto* kept = reinterpret_cast<Element*>(call.rows) + place * 2 * padded_dim;
     longest_v = larger_of(longest_v, read_row(call, KVPart::kV, head, slot, stored, row));
+    if (call.scanned != nullptr) keep_row(call, stored, kept + padded_dim);
     double norm = read_row(call, KVPart::kK, head, slot, stored, row);
     if (call.scanned != nullptr) {
-      const std::size_t place = head * call.num_blocks * block_size + slot;
       const float scale = quantize_row(isa, row, call.head_dim, whole);
       call.scales[place] = scale;
       std::int8_t* record = call.scanned + (head * call.num_blocks + block_id) * tiles.record_bytes;
       store_row(to, record, token, whole);
-      auto* kept = reinterpret_cast<Element*>(call.rows) + place * padded_dim;
-      std::memcpy(kept, stored, call.head_dim * sizeof(Element));
-      std::memset(kept + call.head_dim, 0, (padded_dim - call.head_dim) * sizeof(Element));
+      keep_row(call, stored, kept);
       double sum = 0.0;
       for (std::size_t d = 0; d < call.head_dim; ++d) sum += static_cast<double>(whole[d]) * whole[d];
       norm = std::sqrt(sum) * scale;

@@ -1,5 +1,5 @@
-// What bounded attention reads beside K and V (ops/bounded.h): an 8-bit copy of K in tile order, K row after row, and how
-// long rows are. Made of blocks whose rows are all there.
+// What bounded attention reads beside K and V (ops/bounded.h): an 8-bit copy of K in tile order, K and V row after row, and
+// how long rows are. Made of blocks whose rows are all there.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ struct ScanCopyCall {
   const float *k_scales, *v_scales;   // int8 only
   std::int8_t* scanned;               // [Hkv, N, record] of int8; null: K is int8 itself
   float* scales;                      // [Hkv, N, P], with scanned
-  char* rows;                         // [Hkv, N, P, padded_dim], with scanned, in the pool's number
+  char* rows;                         // [Hkv, N, P, 2, padded_dim], with scanned, in the pool's number
   float* norms;                       // [Hkv, N, 2]
 };
 

@@ -134,7 +134,7 @@ void check(const Shape& shape, const std::vector<Form>& forms, ThreadPool& threa
   const KVTiles scan_tiles = make_tiles(1, shape.block_size, padded);
   std::vector<std::int8_t> scanned(kHeads * num_blocks * scan_tiles.record_bytes, std::int8_t{-1});
   std::vector<float> scales(kHeads * slots, std::numeric_limits<float>::quiet_NaN()), norms(kHeads * num_blocks * 2);
-  std::vector<char> rows(kHeads * slots * padded * size_of(shape.number), static_cast<char>(0xff));
+  std::vector<char> rows(kHeads * slots * 2 * padded * size_of(shape.number), static_cast<char>(0xff));
   copy_for_scan(threads, best_isa(),
                 {shape.number, tiles, kHeads, num_blocks, shape.dim, k.records.data(), v.records.data(),
                  is_int8 ? k.scales.data() : nullptr, is_int8 ? v.scales.data() : nullptr,

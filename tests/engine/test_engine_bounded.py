@@ -102,8 +102,8 @@ def test_what_is_kept_beside_keys_and_values_is_in_the_ledger(folder: Path) -> N
     ledger = bounded(folder, None, 0.1, **SPLIT).figures.ledger
     for tier in (Tier.GPU, Tier.DRAM):
         entries = {entry.owner: entry.num_bytes for entry in ledger.entries(tier)}
-        # K and V in fp32: 8 bytes a number; an 8-bit copy of K and K by rows: 5, a scale a row and two norms a block.
-        assert 0.6 < entries["scan"] / entries["kv"] < 0.75
+        # K and V in fp32: 8 bytes a number; an 8-bit copy of K and both by rows: 9; scales and norms.
+        assert 1.1 < entries["scan"] / entries["kv"] < 1.25
     small = bounded(folder, None, 0.1, **SPLIT, kv_dtype=KVDTypeChoice.INT8).figures.ledger
     entries = {entry.owner: entry.num_bytes for entry in small.entries(Tier.DRAM)}
     assert entries["scan"] < 0.02 * entries["kv"]

@@ -53,7 +53,7 @@ def make_world(dtype: torch.dtype, num_keys: int, *, sharpness: float = 3.0, see
     layer = ScannedLayer(
         scanned=pools[0] if k_scales is not None else torch.zeros(shape, dtype=torch.int8),
         scales=k_scales if k_scales is not None else torch.zeros(shape[:3]),
-        rows=None if k_scales is not None else torch.zeros(shape, dtype=dtype),
+        rows=None if k_scales is not None else torch.zeros((*shape[:3], 2 * shape[3]), dtype=dtype),
         v=pools[1],
         v_scales=v_scales,
         norms=torch.zeros(HEADS, num_blocks, 2),

@@ -18,6 +18,10 @@ from ambidex.cli.settings import FLAG_SETTINGS
 from ambidex.cli.source import quote
 from ambidex.cli.values import CONFIG_FILE, Reader, read_text
 from ambidex.core.errors import ConfigError
+from ambidex.core.units import MIB
+from ambidex.formats.bounded_file import read_file
+
+_MAX_BYTES: Final = 16 * MIB
 
 _READERS: Final[Mapping[str, Reader]] = {
     "model": read_text,
@@ -33,7 +37,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         ConfigError: no TOML, an unknown key or a value of the wrong type; names the file and the key.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(read_file(path, max_bytes=_MAX_BYTES).decode("utf-8"))
     except RecursionError:
         raise ConfigError(f"configuration file {path} cannot be read: it is nested too deeply") from None
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, no TOML, or a number of too many digits

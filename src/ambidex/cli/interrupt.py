@@ -7,7 +7,7 @@ from types import FrameType, TracebackType
 class Interrupt:
     """While entered (in the main thread), the first Ctrl-C sets `is_set`; one more raises KeyboardInterrupt.
 
-    An engine that is interrupted in the middle of a step could not be used further; between two steps it can.
+    So an answer ends between two steps, and what it has said stays.
     """
 
     def __init__(self) -> None:

@@ -20,9 +20,12 @@ from ambidex.cli.settings import SAMPLING_SETTINGS
 from ambidex.cli.source import check_text, decode, parse_json, quote
 from ambidex.core.errors import ConfigError, RequestError
 from ambidex.core.request import SamplingParams
+from ambidex.core.units import GIB
+from ambidex.formats.bounded_file import read_file, read_stream
 
 _SETTINGS: Final = {setting.name: setting for setting in SAMPLING_SETTINGS}
 _FIELDS: Final = ("id", "prompt", "messages", *_SETTINGS)
+_MAX_BYTES: Final = GIB
 _NUM_SEEDS: Final = 2**63
 
 LineId = str | int | None
@@ -64,7 +67,10 @@ def read_lines(name: str, *, defaults: SamplingParams, seed: int) -> list[Line |
         ConfigError: the file cannot be read.
     """
     try:
-        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        if name == "-":
+            data = read_stream(sys.stdin.buffer, max_bytes=_MAX_BYTES)
+        else:
+            data = read_file(Path(name), max_bytes=_MAX_BYTES)
     except OSError as error:
         raise ConfigError(f"--jsonl {name} cannot be read: {error.strerror or error}") from error
     lines: list[Line | BadLine] = []

@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from ambidex.core.errors import RequestError
+from ambidex.core.units import MIB
+from ambidex.formats.bounded_file import read_file, read_stream
 
+_MAX_PROMPT_BYTES: Final = 256 * MIB
+"""Some sixty million tokens."""
 _MAX_QUOTED: Final = 80
 """Characters of a value that an error shows: it stays one line of a terminal or two."""
 
@@ -78,15 +82,23 @@ def read_prompt_file(path: Path) -> str:
         RequestError: it cannot be read.
     """
     try:
-        data = path.read_bytes()
+        data = read_file(path, max_bytes=_MAX_PROMPT_BYTES)
     except OSError as error:
         raise RequestError(f"--file {path} cannot be read: {error.strerror or error}") from error
     return _without_final_newline(decode(data, name=str(path)))
 
 
 def read_prompt_stdin() -> str:
-    """The prompt on stdin, up to its end."""
-    return _without_final_newline(decode(sys.stdin.buffer.read(), name="stdin"))
+    """The prompt on stdin, up to its end.
+
+    Raises:
+        RequestError: it cannot be read.
+    """
+    try:
+        data = read_stream(sys.stdin.buffer, max_bytes=_MAX_PROMPT_BYTES)
+    except OSError as error:
+        raise RequestError(f"stdin cannot be read: {error.strerror or error}") from error
+    return _without_final_newline(decode(data, name="stdin"))
 
 
 def is_stdin_terminal() -> bool:

@@ -382,7 +382,9 @@ def _check_text(name: str, value: object) -> None:
 
 def _check_real(name: str, value: object, *, low: int, high: int) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(f"`{name}` is {value!r}: it must be a number of at least {low}")
+        too_large = isinstance(value, int | float) and value > high
+        limit = f"of at most {high}" if too_large else f"of at least {low}"
+        raise ConfigError(f"`{name}` is {value!r}: it must be a number {limit}")
 
 
 def _choice(name: str, value: str, choices: type[StrEnum]) -> StrEnum:

@@ -133,8 +133,8 @@ class StreamBuffers:
 
 def scan_bytes_per_block(spec: KVSpec) -> int:
     """Bytes that bounded attention keeps beside a block in tile order, all layers: two norms a head; and where K is not
-    int8 an 8-bit copy of it with a scale a row, and K row after row."""
+    int8 an 8-bit copy of it with a scale a row, and K and V row after row."""
     row = 0
     if spec.dtype is not DType.INT8:
-        row = spec.row_size * (DType.INT8.num_bytes + spec.dtype.num_bytes) + DType.INT8.num_scale_bytes
+        row = spec.row_size * (DType.INT8.num_bytes + 2 * spec.dtype.num_bytes) + DType.INT8.num_scale_bytes
     return spec.num_layers * spec.num_kv_heads * (spec.block_size * row + 2 * DType.FP32.num_bytes)

@@ -12,6 +12,7 @@ from ambidex.core.ids import RequestId
 from ambidex.core.request import FinishReason, Request, SamplingParams
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
+from ambidex.engine.interrupts import holding_interrupts
 from ambidex.engine.outputs import RequestOutput
 from ambidex.engine.report import EngineReport
 from ambidex.engine.stats import EngineStats
@@ -76,9 +77,11 @@ class LLM:
         if len(each) != len(items):
             raise CallerError(f"{len(each)} sampling parameters for {len(items)} prompts: give one, or one for each")
         requests = [self._engine.make_request(item, own) for item, own in zip(items, each, strict=True)]
-        ids = [self._open(request) for request in requests]
+        ids = [request.request_id for request in requests]
         finished: dict[RequestId, RequestOutput] = {}
         try:
+            for request in requests:
+                self._open(request)
             while len(finished) < len(ids):
                 finished |= {output.request_id: output for output in self._next(ids) if output.is_finished}
         finally:
@@ -102,9 +105,16 @@ class LLM:
                 is_drained = not chunk and len(places) < limit
                 for place, (prompt, params) in chunk:
                     try:
-                        places[self._open(self._engine.make_request(prompt, params))] = place
+                        request = self._engine.make_request(prompt, params)
                     except CallerError as error:
                         yield place, _failed(error)
+                        continue
+                    places[request.request_id] = place
+                    try:
+                        self._open(request)
+                    except CallerError as error:  # a grammar that cannot be followed from the first token on
+                        self._close([request.request_id])
+                        yield places.pop(request.request_id), _failed(error)
                 if not places and is_drained:
                     return
                 if not places:
@@ -152,11 +162,12 @@ class LLM:
 
     def close(self) -> None:
         """End all requests; open streams end with finish reason `abort`."""
-        for request_id, inbox in self._inboxes.items():
-            output = self._engine.abort(request_id)
-            inbox += [output] if output is not None else []
-        self._engine.abort_all()
-        self._engine.close()
+        with holding_interrupts():
+            for request_id, inbox in self._inboxes.items():
+                output = self._engine.abort(request_id)
+                inbox += [output] if output is not None else []
+            self._engine.abort_all()
+            self._engine.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -167,8 +178,9 @@ class LLM:
         self.close()
 
     def _stream(self, request: Request) -> Generator[RequestOutput, None, None]:
-        request_id = self._open(request)
+        request_id = request.request_id
         try:
+            self._open(request)
             while True:
                 for output in self._next([request_id]) or [self._engine.snapshot(request_id)]:
                     yield output
@@ -177,15 +189,17 @@ class LLM:
         finally:
             self._close([request_id])
 
-    def _open(self, request: Request) -> RequestId:
-        self._inboxes[request.request_id] = []
-        return self._engine.submit(request)
+    def _open(self, request: Request) -> None:
+        with holding_interrupts():
+            self._inboxes[request.request_id] = []
+            self._engine.submit(request)
 
     def _next(self, request_ids: Iterable[RequestId]) -> list[RequestOutput]:
         """Outputs of these requests; steps the engine if none lies ready. Other open requests' outputs are kept."""
         if not any(self._inboxes[request_id] for request_id in request_ids):
-            for output in self._engine.step():
-                self._inboxes[output.request_id].append(output)
+            with holding_interrupts():
+                for output in self._engine.step():
+                    self._inboxes[output.request_id].append(output)
         ready = []
         for request_id in request_ids:
             ready += self._inboxes[request_id]
@@ -193,9 +207,10 @@ class LLM:
         return ready
 
     def _close(self, request_ids: Iterable[RequestId]) -> None:
-        for request_id in request_ids:
-            self._inboxes.pop(request_id, None)
-            self._engine.abort(request_id)
+        with holding_interrupts():
+            for request_id in request_ids:
+                self._inboxes.pop(request_id, None)
+                self._engine.abort(request_id)
 
 
 def _as_prompts(prompts: str | Sequence[int] | Sequence[str | Sequence[int]]) -> list[Prompt]:

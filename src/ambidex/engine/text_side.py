@@ -10,8 +10,9 @@ from typing import Any
 from ambidex.core.errors import ConfigError, ContextLengthError, RequestError
 from ambidex.core.ids import RequestId
 from ambidex.core.request import MAX_PRIORITY, Request, SamplingParams
+from ambidex.formats.bounded_file import read_file
 from ambidex.formats.locate import ModelSource, SourceKind, find_model
-from ambidex.text.chat import ChatTemplate
+from ambidex.text.chat import MAX_TEMPLATE_BYTES, ChatTemplate
 from ambidex.text.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Sequence[int]
@@ -127,9 +128,11 @@ def make_chat_template(setting: str | None, tokenizer: Tokenizer) -> ChatTemplat
     if setting is None:
         return ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
     try:
-        source = Path(setting).read_text(encoding="utf-8")
+        source = read_file(Path(setting), max_bytes=MAX_TEMPLATE_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:  # not there, not UTF-8, a name with a null byte
-        raise ConfigError(f"`chat_template` {setting!r} cannot be read: {error}") from error
+        raise ConfigError(
+            f"`chat_template` {setting!r} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from error
     template = ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token)
     template.check()
     return template

@@ -7,6 +7,7 @@ from typing import Final
 
 from ambidex.core.errors import ModelFileError
 from ambidex.core.units import MIB, format_size
+from ambidex.formats.bounded_file import read_file
 
 _MAX_BYTES: Final = 256 * MIB  # the largest index in the wild has some 10 MB
 _MAX_SHOWN: Final = 200  # characters: names of tensors are shown whole
@@ -21,7 +22,7 @@ def read_json_object(path: Path) -> dict[str, object]:
     try:
         if (size := path.stat().st_size) > _MAX_BYTES:
             raise ModelFileError(f"{path} has {format_size(size)}: at most {format_size(_MAX_BYTES)} are read")
-        text = path.read_bytes()
+        text = read_file(path, max_bytes=_MAX_BYTES)  # what is no regular file has no size
     except OSError as error:
         raise ModelFileError(f"{path} cannot be read: {error.strerror or error}") from error
     return parse_json_object(text, where=str(path))

@@ -235,14 +235,22 @@ class DecodeSteps:
         if host is None:
             replay()
             return True
+        stream = self._stream if batches is not None else None
         host.reset()
-        if self._stream is not None and batches is not None:
-            self._stream.start(self._batch.stream_runs)
-        replay()
-        host.mark_launched()
-        host.answer(batches)
-        if self._stream is not None and batches is not None:
-            self._stream.finish()
+        try:
+            if stream is not None:
+                stream.start(self._batch.stream_runs)
+            replay()
+            host.mark_launched()
+            host.answer(batches)
+            if stream is not None:
+                stream.finish()
+        except BaseException:  # the other sides wait for what is not launched or not answered any more
+            host.release()
+            if stream is not None:
+                stream.release()
+            host.mark_launched()
+            raise
         if self._balance is not None and host.keys is not None and host.weights is None:
             cpu_last = host.keys.num_last / self._spec.num_layers
             self._batch.stream_share = self._balance.update(cpu_last, self._batch.streamed_share)

@@ -26,14 +26,15 @@ def beside(
             failures.append(error)
 
     thread = threading.Thread(target=run, name="ambidex-cpu-lane")
-    thread.start()
     try:
+        thread.start()
         yield
     except BaseException:
         release()  # what was not launched will never ask: the lane need not wait for it
         raise
     finally:
         mark_launched()
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
     if failures:
         raise failures[0]

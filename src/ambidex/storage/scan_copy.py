@@ -1,8 +1,8 @@
 """`ScanCopy`: what bounded attention reads beside a tiled pool, made block by block when a block is complete.
 
 pool int8       norms of rows, a few bytes a block; its K is scanned itself
-any other       besides, an 8-bit copy of K in tile order, which is scanned, and K row after row, for exact scores
-                of single keys: in tile order one row lies in as many lines of memory as it has numbers' pairs
+any other       besides, an 8-bit copy of K in tile order, which is scanned, and K and V row after row, for single
+                keys: in tile order a row lies in many lines of memory, each of which holds parts of other rows
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,11 +39,11 @@ class ScanCopy:
         try:
             norms = torch.zeros(*heads, 2)
             if pool.k_scales is not None:
-                scanned, scales, k_rows = pool.k, pool.k_scales, None
+                scanned, scales, kv_rows = pool.k, pool.k_scales, None
             else:
                 scanned, scales = torch.empty(rows, dtype=torch.int8), torch.empty(rows[:4])
-                k_rows = torch.empty(rows, dtype=pool.k.dtype)
-                self.page_refusal = advise_huge_pages(scanned) or advise_huge_pages(k_rows)
+                kv_rows = torch.empty((*rows[:4], 2 * spec.row_size), dtype=pool.k.dtype)
+                self.page_refusal = advise_huge_pages(scanned) or advise_huge_pages(kv_rows)
         except RuntimeError as error:  # torch's, of its allocator
             raise TierFullError(
                 f"tier {pool.tier}: no {format_size(self.num_bytes)} for what bounded attention keeps beside K and V: "
@@ -53,7 +53,7 @@ class ScanCopy:
             ScannedLayer(
                 scanned=scanned[layer_idx],
                 scales=scales[layer_idx],
-                rows=None if k_rows is None else k_rows[layer_idx],
+                rows=None if kv_rows is None else kv_rows[layer_idx],
                 v=pool.layer(layer_idx)[1],
                 v_scales=pool.scales(layer_idx)[1],
                 norms=norms[layer_idx],

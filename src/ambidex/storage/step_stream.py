@@ -25,7 +25,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ambidex.core.errors import AmbidexError, LaneError
+from ambidex.core.errors import LaneError
 from ambidex.core.kv_spec import STEP_BUFFERS
 from ambidex.kernels import tiles
 from ambidex.kernels.cpu.native import WORD_STRIDE
@@ -118,6 +118,10 @@ class StepStream:
         if self._error is not None:
             raise LaneError(f"the stream lane could not bring keys from DRAM: {self._error}") from self._error
 
+    def release(self) -> None:
+        """End all waits of a step that breaks off: what was not launched will never use or free a buffer."""
+        self._host_flags[:, :, 0] = 1
+
     @contextmanager
     def inline(self, runs: Sequence[BlockRun]) -> Iterator[None]:
         """Launch a step whose copies stand in its own stream.
@@ -162,7 +166,7 @@ class StepStream:
                     self._words.write(self._flags[0, layer_idx, :1])
                 if self._device.type == "cuda":
                     self._last_copies = torch.cuda.current_stream(self._device).record_event()
-        except (AmbidexError, RuntimeError) as error:  # ours, torch's, Triton's
+        except Exception as error:  # handed to the caller of `finish`: else the accelerator would wait for ever
             self._error = error
             self._host_flags[0, :, 0] = 1  # what was not sent will never arrive: the step runs out
         finally:
@@ -195,7 +199,8 @@ class StepStream:
 
     def _await_copies(self) -> None:
         end = time.monotonic() + WAIT_LIMIT_S
-        self._idle.wait(WAIT_LIMIT_S)
+        if not self._idle.wait(WAIT_LIMIT_S):  # its copies would count as those of the next step
+            raise LaneError(f"the last step's copies were not launched within {WAIT_LIMIT_S:.0f} s")
         while self._last_copies is not None and not self._last_copies.query():  # type: ignore[no-untyped-call]  # torch has no types here
             if time.monotonic() > end:
                 raise LaneError(f"the copies of the last step did not end within {WAIT_LIMIT_S:.0f} s")

@@ -24,6 +24,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ambidex.core.errors import RequestError
 from ambidex.core.units import MIB
 
+MAX_TEMPLATE_BYTES: Final = 16 * MIB
+"""Of a file with a template; those of today's models have some 10 KB."""
 _MESSAGE_KEYS: Final = ("role", "content", "name", "tool_calls", "tool_call_id")
 _MAX_GROWTH: Final = 64
 _MAX_EXTRA: Final = MIB

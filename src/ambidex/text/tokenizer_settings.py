@@ -6,8 +6,10 @@ from typing import Final, TypeVar
 from tokenizers import AddedToken
 
 from ambidex.core.errors import ModelFileError
+from ambidex.formats.bounded_file import read_file
 from ambidex.formats.files import has_file
 from ambidex.formats.json_file import read_json_object, show
+from ambidex.text.chat import MAX_TEMPLATE_BYTES
 
 _T = TypeVar("_T")
 
@@ -82,7 +84,7 @@ class TokenizerSettings:
         path = self._folder / "chat_template.jinja"
         if has_file(path):
             try:
-                return path.read_text("utf-8")
+                return read_file(path, max_bytes=MAX_TEMPLATE_BYTES).decode("utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise ModelFileError(f"{path} cannot be read as text: {error}") from error
         value = self._values.get("chat_template")

@@ -103,6 +103,7 @@ def test_options_of_another_policy_are_refused_by_name(name: PolicyName) -> None
         ),
         ({"policy": "keyformer", "tau_end": 0.0}, "`tau_end` is 0: it must be above 0"),
         ({"policy": "infinigen", "alpha": -1.0}, r"is -1\.0: it must be a number of at least 0"),
+        ({"policy": "infinigen", "alpha": 1e300}, r"is 1e\+300: it must be a number of at most 9223372036854775807"),
         ({"policy": "hybridgen", "hybridgen_mode": "full"}, "is 'full': it must be one of auto, post"),
         ({"policy": "streaming_llm", "policy_tokens": 4}, "`sink_tokens` is 4: `policy_tokens` 4 must be above it"),
     ],

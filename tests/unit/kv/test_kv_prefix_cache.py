@@ -227,3 +227,37 @@ def test_keys_depend_on_model_tenant_salt_and_every_token_before() -> None:
         last_key("m", "t", "s", tokens=[*TEXT[:7], 0]),
     }
     assert len(keys) == 8
+
+
+def test_blocks_wait_once_to_be_copied_elsewhere_and_dropped_ones_do_not() -> None:
+    regions = Regions(block_size=BLOCK_SIZE, num_sink_tokens=4, recent_window=None)
+    kv = KVManager({Tier.GPU: 8}, regions, PrefixCacheLimits(max_idle_percent=100, is_saved=True))
+    running = Client(kv, TEXT[:14]).compute()
+    assert not kv.has_unsaved  # it may still end with an error
+    running.leave()
+    first = kv.next_unsaved()
+    assert first is not None
+    assert (first.block_idx, first.name.tokens) == (0, running.keys.first(1, running.source)[0].tokens)  # type: ignore[union-attr]
+    kv.put_back_unsaved(first)
+    assert kv.next_unsaved() is first
+    kv.drop_cached()
+    assert kv.next_unsaved() is None
+    again = Client(kv, TEXT[:14]).compute()
+    again.leave()
+    Client(kv, TEXT[:14]).compute().leave()  # finds them, and leaves them idle once more
+    blocks = [kv.next_unsaved() for _ in range(4)]
+    assert [block.block_idx if block is not None else None for block in blocks] == [0, 1, 2, None]
+
+
+def test_blocks_of_a_request_that_failed_are_not_copied_elsewhere() -> None:
+    regions = Regions(block_size=BLOCK_SIZE, num_sink_tokens=4, recent_window=None)
+    kv = KVManager({Tier.GPU: 8}, regions, PrefixCacheLimits(max_idle_percent=100, is_saved=True))
+    Client(kv, TEXT[:14]).compute().leave(is_trusted=False)
+    assert kv.next_unsaved() is None
+
+
+def test_nothing_waits_where_nobody_copies() -> None:
+    kv = make_manager(8)
+    Client(kv, TEXT[:14]).compute().leave()
+    assert not kv.has_unsaved
+    assert kv.next_unsaved() is None

@@ -33,7 +33,7 @@ def random_block(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [DType.FP32, DType.BF16, DType.FP16])
-def test_copy_is_k_in_8_bits_and_row_by_row(dtype: DType) -> None:
+def test_copy_is_k_in_8_bits_and_k_and_v_row_by_row(dtype: DType) -> None:
     pool = make_pool(dtype)
     copy = ScanCopy(pool, BoundedPool(THREADS))
     pool.write_block(3, *random_block(1))
@@ -45,8 +45,9 @@ def test_copy_is_k_in_8_bits_and_row_by_row(dtype: DType) -> None:
         assert torch.equal(kv_tiles.unpack_k(layer.scanned[:, 3], DIM), numbers)
         assert torch.equal(layer.scales[:, 3], scales)
         assert layer.rows is not None
-        assert torch.equal(layer.rows[:, 3, :, :DIM], k[layer_idx])
-        assert not layer.rows[:, 3, :, DIM:].any()
+        for rows, part in zip(layer.rows[:, 3].chunk(2, -1), (k, v), strict=True):
+            assert torch.equal(rows[..., :DIM], part[layer_idx])
+            assert not rows[..., DIM:].any()
         k_norms = (numbers.double() * scales.double()[..., None]).norm(dim=-1).amax(-1)
         v_norms = v[layer_idx].double().norm(dim=-1).amax(-1)
         assert torch.allclose(layer.norms[:, 3].double(), torch.stack((k_norms, v_norms), 1), rtol=1e-5)

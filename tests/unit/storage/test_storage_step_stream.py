@@ -117,7 +117,11 @@ def test_blocks_are_right_on_a_gpu_whoever_is_late(
         check(pool, runs, found)
 
 
-def test_a_copy_that_cannot_be_launched_fails_the_step_and_the_next_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, OSError])
+def test_a_copy_that_cannot_be_launched_fails_the_step_and_the_next_is_right(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of another kind than torch's (Triton's are) ended the thread: the accelerator waited for ever."""
     pool = make_pool("cpu")
     stream = StepStream(pool, MOST, torch.device("cpu"), HostWords())
     runs = [BlockRun(first=1, place=0, num=5)]
@@ -127,7 +131,7 @@ def test_a_copy_that_cannot_be_launched_fails_the_step_and_the_next_is_right(mon
         nonlocal num_calls
         num_calls += 1
         if layer_idx == 2:
-            raise RuntimeError("injected")
+            raise kind("injected")
         return layer(layer_idx)
 
     with monkeypatch.context() as patch:
@@ -163,7 +167,24 @@ def test_copies_that_are_not_launched_in_time_end_the_step_and_the_next_is_right
         for layer_idx in range(NUM_LAYERS):  # nothing waits any more
             stream.wait(layer_idx)
             stream.free(layer_idx)
+        # It began the next step all the same, for which late copies of the last one would have counted.
+        with pytest.raises(LaneError, match="the last step's copies were not launched"):
+            stream.start(runs)
         may_go_on.set()
+    stream.start(runs)
+    check(pool, runs, run_step(stream))
+
+
+def test_a_step_that_breaks_off_before_it_is_launched_holds_up_no_copies_and_the_next_is_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The copies waited for layers that were never launched, in this step and all that followed."""
+    monkeypatch.setattr(step_stream, "WAIT_LIMIT_S", 5.0)
+    pool = make_pool("cpu")
+    stream = StepStream(pool, MOST, torch.device("cpu"), HostWords())
+    runs = [BlockRun(first=1, place=0, num=5)]
+    stream.start(runs)
+    stream.release()
     stream.start(runs)
     check(pool, runs, run_step(stream))
 

@@ -27,9 +27,9 @@ PHASES: Final = ("scan", "choose", "keep", "wait")
 class ScannedLayer:
     """One layer of a tiled pool as bounded attention reads it.
 
-    `scanned` [Hkv, N, P, Dp] int8 in tile order with `scales` [Hkv, N, P] fp32; `rows` [Hkv, N, P, Dp], K row after row
-    in the pool's number, None where K is int8 itself; `v` tiled, `v_scales` with int8; `norms` [Hkv, N, 2] fp32: no row
-    of K in the block as it is scanned, and none of V, is longer.
+    `scanned` [Hkv, N, P, Dp] int8 in tile order with `scales` [Hkv, N, P] fp32; `rows` [Hkv, N, P, 2 Dp], K and V of a
+    key side by side in the pool's number, None where K is int8 itself; `v` tiled, `v_scales` with int8; `norms`
+    [Hkv, N, 2] fp32: no row of K in the block as it is scanned, and none of V, is longer.
     """
 
     scanned: Tensor
@@ -124,7 +124,7 @@ class BoundedPool:
             layer: where it goes; its `scanned`, `scales` and `rows` are not written where K is int8.
         Raises:
             ShapeError: tensors do not fit each other.
-        Cost: reads K and V of the blocks and writes about as much as K.
+        Cost: reads K and V of the blocks and writes them again, and half of K.
         """
         is_int8 = layer.rows is None
         try:
