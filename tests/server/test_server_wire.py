@@ -13,6 +13,7 @@ from ambidex.core import errors
 from ambidex.core.errors import ContextLengthError, InternalError, RequestError
 from ambidex.core.ids import Fallback, Lane, RequestId, Tier
 from ambidex.core.request import FinishReason, Request, SamplingParams
+from ambidex.core.sparsity import CacheFigures, NeuronFigures
 from ambidex.core.step import SampledToken
 from ambidex.engine.outputs import RequestOutput
 from ambidex.engine.pulse import Beat, Stage
@@ -62,7 +63,9 @@ def test_request_arrives_as_it_was() -> None:
 
 
 def test_status_arrives_as_it_was() -> None:
-    stats = EngineStats(num_steps=3, kv_bytes={Tier.GPU: 5}, seconds={"total": 0.5})
+    cache = CacheFigures(num_active=9, num_hits=8, num_moves=1, num_moved=2, num_failed_moves=0, moved_bytes=64)
+    neurons = NeuronFigures(num_neurons=99, num_active=9, num_rows=50, num_rows_read=5, cache=cache)
+    stats = EngineStats(num_steps=3, kv_bytes={Tier.GPU: 5}, seconds={"total": 0.5}, neurons=neurons)
     stats.lane_bytes[Lane.CPU] += 7
     stats.fallbacks[Fallback.NO_AVX2] += 1
     status = EngineStatus(
