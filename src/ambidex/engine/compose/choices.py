@@ -36,6 +36,7 @@ from ambidex.engine.memory import (
 )
 from ambidex.engine.weights_plan import (
     KV_SHARE,
+    MOVABLE_SHARE,
     NUM_SLOTS,
     STREAMED_SHARE,
     check_placement,
@@ -108,6 +109,8 @@ class WeightChoices:
     kinds: Mapping[str, str] = field(default_factory=dict)
     auto: AutoPlacement | None = None
     """What was solved, if it was."""
+    movable_share: float = 0.0
+    """Of what lies on the accelerator, that may leave it while the engine runs."""
 
 
 def default_num_threads(device: torch.device) -> int:
@@ -247,7 +250,8 @@ def _choose_weights(
             profile=profile,
             budgets=Budgets(
                 gpu=budget,
-                dram=config.dram_memory if config.dram_memory is not None else free.dram,
+                dram=(config.dram_memory if config.dram_memory is not None else free.dram)
+                - (int(MOVABLE_SHARE * budget) if config.tune_weights else 0),
                 gpu_fixed=fixed.total + num_parts * ALIGNMENT_BYTES,
                 ring=ring.num_slots * ring.chunk_bytes,
                 stream_blocks=stream_blocks,
@@ -279,14 +283,18 @@ def _choose_weights(
                 f"weights on their way take {format_size(least)}: give at least that, or a larger `gpu_memory`"
             )
         placement = fill_placement(sizes, wanted - least, streamed_share=share)
+    movable = MOVABLE_SHARE if config.tune_weights else 0.0
     sizes = measure_weights(skeleton, dtype.num_bytes, kinds=kinds, whole_kinds=as_stored)
-    plans = plan_sites(skeleton, placement, chunk_size=chunk_size, kinds=kinds)
+    plans = plan_sites(skeleton, placement, chunk_size=chunk_size, kinds=kinds, movable_share=movable)
     parts = count_bytes(plans, ring, dtype.num_bytes)
     return WeightChoices(
         placement=placement,
         why=why,
         ring=ring,
-        bytes=WeightBytes(on_gpu=sizes.whole + parts.on_gpu, in_dram=parts.on_cpu + parts.streamed, ring=parts.ring),
+        bytes=WeightBytes(
+            on_gpu=sizes.whole + parts.on_gpu, in_dram=parts.on_cpu + parts.streamed + parts.movable, ring=parts.ring
+        ),
+        movable_share=movable,
         parts=parts,
         kinds=kinds,
         auto=auto,
