@@ -78,6 +78,12 @@ SHAPES: Final[Mapping[str, Mapping[str, object]]] = {
         "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
         "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 4096, "rope_theta": 10000.0,
     },
+    "tiny-opt": {
+        "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 512, "ffn_dim": 4096,
+        "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 512, "max_position_embeddings": 2048,
+        "word_embed_proj_dim": 512, "do_layer_norm_before": True, "activation_function": "relu",
+        "tie_word_embeddings": True,
+    },
     "tiny": {  # to try the script
         "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8,
         "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096, "rope_theta": 10000.0,
@@ -299,12 +305,12 @@ def measure(engine: Engine, point: Point, options: Options, *, weight_bytes: int
     return figures
 
 
-def fill(engine: Engine, point: Point, options: Options) -> tuple[list[Request], float]:
+def fill(engine: Engine, point: Point, options: Options, *, temperature: float = 0.0) -> tuple[list[Request], float]:
     """Queue a point's prompts and step until each has its first token; returns them and the seconds that took."""
     rng = random.Random(point.batch * 1_000_003 + point.context)
     vocab_size = int(SHAPES[options.shape]["vocab_size"])  # type: ignore[call-overload]
     params = SamplingParams(
-        max_output_tokens=num_output_tokens(options, options.points), temperature=0.0, ignore_eos=True
+        max_output_tokens=num_output_tokens(options, options.points), temperature=temperature, ignore_eos=True
     )
     start = time.perf_counter()
     requests = []

@@ -33,6 +33,7 @@ from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import DeviceKind, DTypeChoice, Graphs, KVDTypeChoice, LoadFormat
 from ambidex.core.errors import AmbidexError
 from ambidex.core.ids import Lane
+from ambidex.core.policy import PolicyName
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.models.base import AttentionOp, CausalLM
@@ -44,6 +45,9 @@ from harness import REPO, Quantiles, append_record, environment, significant
 DRAM_PROBE_BYTES: Final = 4 * 2**30
 COPY_BYTES: Final = 256 * 2**20
 NUM_LANE_RUNS: Final = 12
+DUMMY_STD: Final = 0.02
+"""Of dummy weights."""
+INT8_STD: Final = 30.0
 
 
 class RandomPrompts:
@@ -58,20 +62,29 @@ class RandomPrompts:
             return call_model(model, batch, attention)
         if not self._is_filled:
             self._is_filled = True
-            fill_pools(attention)
+            fill_pools(attention, key_std=DUMMY_STD * self._width**0.5)
         dtype = next(model.parameters()).dtype
         return torch.zeros(len(batch.token_ids), self._width, dtype=dtype, device=batch.token_ids.device)
 
 
-def fill_pools(attention: TieredAttention) -> None:
-    """Fill the pools of both tiers with numbers of a normal distribution, the same for every few blocks."""
+def fill_pools(attention: TieredAttention, *, key_std: float) -> None:
+    """Fill the pools of both tiers with numbers of a normal distribution, the same for every few blocks.
+
+    Keys spread as those do that dummy weights would give, so scores do as well (`models/weights.py`).
+    """
     for pool in attention.pools.values():
-        for part in pool.tensors:
+        for part, std in zip(pool.tensors, (key_std, 1.0, key_std, 1.0), strict=False):
             flat = part.view(-1)
             if not flat.numel():
                 continue
             pattern = torch.randn(min(flat.numel(), 2**22), device=part.device)
-            pattern = (pattern * 30).to(part.dtype) if part.dtype == torch.int8 else pattern.to(part.dtype)
+            if part.dtype == torch.int8:
+                pattern = (pattern * INT8_STD).round().clamp(-127, 127)
+            elif pool.tensors[0].dtype == torch.int8:
+                pattern = torch.full_like(pattern, std / INT8_STD)  # scales
+            else:
+                pattern *= std
+            pattern = pattern.to(part.dtype)
             whole = flat.numel() // pattern.numel()
             flat[: whole * pattern.numel()].view(whole, -1).copy_(pattern)
             flat[whole * pattern.numel() :].copy_(pattern[: flat.numel() - whole * pattern.numel()])
@@ -116,6 +129,7 @@ def main() -> int:
     record = {
         "bench": "decode_hybrid", **opening,
         "settings": {"shape": options.shape, "dtype": options.dtype.value, "kv_dtype": args.kv_dtype.value,
+                     "policy": args.policy.value, "max_dropped_mass": args.max_dropped_mass,
                      "steps": options.steps, "block_size": decode_gpu.BLOCK_SIZE, "sink": args.sink,
                      "recent": args.recent, "stream_share": engine.report.value("compute", "stream_share"),
                      "stream_why": engine.report.why("compute", "stream_share"), "threads": lane.num_threads,
@@ -144,6 +158,9 @@ def parse_options() -> tuple[decode_gpu.Options, argparse.Namespace]:
     parser.add_argument("--kv-dtype", type=KVDTypeChoice, choices=list(KVDTypeChoice), default=KVDTypeChoice.AUTO,
                         help="number format of K and V in DRAM")  # fmt: skip
     parser.add_argument("--stream-percent", type=int, help="of keys in DRAM, for the stream lane; default: measured")
+    parser.add_argument("--policy", type=PolicyName, choices=[PolicyName.EXACT, PolicyName.BOUNDED],
+                        default=PolicyName.EXACT, help="which keys are attended")  # fmt: skip
+    parser.add_argument("--max-dropped-mass", type=float, default=0.01, help="of each softmax, with bounded")
     parser.add_argument("--device", type=DeviceKind, choices=list(DeviceKind), default=DeviceKind.CUDA, help="where")
     parser.add_argument("--dtype", type=DTypeChoice, choices=[c for c in DTypeChoice if c is not DTypeChoice.AUTO],
                         default=DTypeChoice.BF16, help="number format")  # fmt: skip
@@ -182,6 +199,8 @@ def make_config(folder: str, options: decode_gpu.Options, args: argparse.Namespa
         num_sink_tokens=args.sink,
         recent_window=args.recent,
         stream_percent=args.stream_percent,
+        policy=args.policy,
+        **({"max_dropped_mass": args.max_dropped_mass} if args.policy is PolicyName.BOUNDED else {}),
     )
     num_tokens = max(point.batch * (point.context + more + decode_gpu.BLOCK_SIZE) for point in options.points)
     shape = decode_gpu.SHAPES[options.shape]
@@ -191,6 +210,8 @@ def make_config(folder: str, options: decode_gpu.Options, args: argparse.Namespa
     size = {"fp32": 4, "int8": 1}.get(str(args.kv_dtype if args.kv_dtype != "auto" else options.dtype), 2)
     # Rows in tile order are padded; scales of int8 rows take 4 bytes.
     bytes_per_token = 2 * layers * heads * (-(-dim // 32) * 32 * size + 4)
+    if args.policy is PolicyName.BOUNDED:  # keys once more, as they are and in 8 bits; with int8 norms alone
+        bytes_per_token += layers * heads * (-(-dim // 32) * 32 * (3 if size > 1 else 0) + 8)
     return dataclasses.replace(config, dram_memory=num_tokens * bytes_per_token)
 
 
@@ -279,7 +300,9 @@ def measure(
     both_s = (read[Lane.CPU] + read[Lane.STREAM]) / max(dram.median, both.median)
     is_split = read[Lane.CPU] > 0
     lane_s = lane.layers_s(point.batch) if is_split else None
+    chosen = engine.stats.selection
     figures = {
+        "selection": dataclasses.asdict(chosen) if chosen is not None else None,
         "batch": point.batch, "context": point.context, "fill_s": significant(fill_s, 3),
         "step_s": step_s.record(), "lane_s": lane_s.record() if lane_s else None,
         "lane_bytes": {str(name): num for name, num in read.items()},

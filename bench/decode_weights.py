@@ -5,6 +5,8 @@
     .venv/bin/python bench/decode_weights.py --shape llama-2-70b --kind Q4_0 --gpu-memory 16GiB --batches 1,8,16
     .venv/bin/python bench/decode_weights.py --shape llama-2-70b --layers 40 # bf16, as many layers as DRAM holds
     .venv/bin/python bench/decode_weights.py --shape tiny --device cpu --dtype fp32 --gpu-memory 20MiB --steps 4
+    OMP_WAIT_POLICY=passive .venv/bin/python bench/decode_weights.py --batches 1,64 --steps 24 \
+        --sparsity off,relu,relu-screened,relu-screened+static,relu-screened+dynamic      # OPT with a pattern
 
 Random weights, each byte in memory of its own. One engine for each batch, since keys and values share the GPU budget
 with the weights; older ones lie in DRAM where they would take more than 35 % of it. Placements, all in this engine:
@@ -15,6 +17,11 @@ with the weights; older ones lie in DRAM where they would take more than 35 % of
     streamed     the rest of the weights travels to the GPU in every step (FlexGen's streaming)
     cpu          all weights that can be divided are multiplied by the CPU
 
+With --sparsity the model has an activation pattern as in real OPT (bench/activation_pattern.py), and each batch is
+measured once for each form of --mlp-sparsity, with --neuron-cache behind a +: off is the dense division of the same
+model, static PowerInfer's placement by an offline profile. Tokens are sampled there: the likeliest ones
+of random weights repeat themselves, and so would the neurons. torch's threads must not spin (OMP_WAIT_POLICY=passive).
+
 Floor of a step: the slowest lane's bytes over its rate, measured in the same run: GPU memory (its weights, keys and
 values), DRAM read by the lane's threads (weights that the CPU multiplies), pinned copies (weights that travel). Appends
 one JSON line to bench/results/decode_weights.jsonl.
@@ -23,21 +30,25 @@ one JSON line to bench/results/decode_weights.jsonl.
 import argparse
 import gc
 import json
+import os
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 import decode_gpu
+from activation_pattern import PATTERN_CONFIG, Pattern
 from ambidex import EngineConfig
 from ambidex.bench.links import measure_rates
 from ambidex.core.config import DeviceKind, DTypeChoice, LoadFormat
-from ambidex.core.errors import AmbidexError
+from ambidex.core.errors import AmbidexError, ConfigError
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.placement import LayerPlacement, Placement, WeightSizes, WeightSplit
+from ambidex.core.sparsity import NeuronCache, NeuronFigures, parse_sparsity
 from ambidex.core.step import make_buckets
 from ambidex.core.units import MIB, parse_size
 from ambidex.cost.workload import KVShares
@@ -48,6 +59,7 @@ from ambidex.formats.locate import find_model
 from ambidex.formats.spec import read_spec
 from ambidex.kernels.reference.quantized import RECORD_BYTES
 from ambidex.layers.linear import Linear
+from ambidex.mlp.sparse_side import SparseSide
 from ambidex.mlp.split_site import Level
 from ambidex.models.divided import measure_weights
 from ambidex.models.registry import build_model
@@ -56,6 +68,27 @@ from ambidex.runner.device import choose_device
 from ambidex.solver.placement_file import placement_json
 from harness import REPO, Quantiles, append_record, environment, significant
 
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What is left out of MLPs, and which neurons lie on the GPU."""
+
+    sparsity: str
+    cache: NeuronCache = NeuronCache.OFF
+
+    @classmethod
+    def parse(cls, word: str) -> "Variant":
+        """`relu-screened+dynamic` or `relu`."""
+        sparsity, plus, cache = word.partition("+")
+        parse_sparsity(sparsity)
+        return cls(sparsity, NeuronCache(cache) if plus else NeuronCache.OFF)
+
+    def __str__(self) -> str:
+        return self.sparsity if self.cache is NeuronCache.OFF else f"{self.sparsity}+{self.cache}"
+
+
+DENSE: Final = Variant("off")
+PROFILE_NAME: Final = "neurons.npz"
 PLACEMENTS: Final = ("ours", "auto", "layer_split", "streamed", "cpu")
 BLOCK_SIZE: Final = 16
 MOST_KV_SHARE: Final = 0.35
@@ -75,11 +108,13 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory() as folder:
             make_model(Path(folder), args)
+            pattern = make_pattern(Path(folder)) if args.sparsity != [DENSE] else None
             for batch in args.batches:
-                points.append(try_batch(Path(folder), batch, args, rates))
-                gc.collect()  # the next engine needs the memory
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
+                for variant in args.sparsity:
+                    points.append(try_batch(Path(folder), batch, args, rates, variant, pattern))
+                    gc.collect()  # the next engine needs the memory
+                    if device.type == "cuda":
+                        torch.cuda.empty_cache()
     except AmbidexError as error:
         print(error, file=sys.stderr)
         return 2
@@ -88,6 +123,8 @@ def main() -> int:
         "settings": {"shape": args.shape, "layers": args.layers, "dtype": args.dtype.value, "kind": args.kind,
                      "context": args.context,
                      "placement": args.placement, "gpu_memory": args.gpu_memory, "steps": args.steps,
+                     "sparsity": [str(variant) for variant in args.sparsity],
+                     "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
                      "block_size": BLOCK_SIZE, "chunk": args.chunk, "kv_gpu_percent": args.kv_gpu_percent,
                      "threads": num_threads, "warmup": f"{decode_gpu.NUM_WARMUP_STEPS} steps of each batch"},
         "rates": {"unit": "bytes/s", "dram": rates.dram, "gpu": rates.gpu, "link": rates.link},
@@ -97,13 +134,23 @@ def main() -> int:
     return 0
 
 
-def try_batch(folder: Path, batch: int, args: argparse.Namespace, rates: Any) -> dict[str, Any]:
+def make_pattern(folder: Path) -> Pattern:
+    """The activation pattern of the model, with its profile in the folder."""
+    spec = read_spec(find_model(str(folder)))
+    pattern = Pattern.of(spec.num_layers, spec.intermediate_size)
+    pattern.write_profile(folder, folder / PROFILE_NAME)
+    return pattern
+
+
+def try_batch(
+    folder: Path, batch: int, args: argparse.Namespace, rates: Any, variant: Variant, pattern: Pattern | None
+) -> dict[str, Any]:
     """Figures of a batch, or why there are none: the others are recorded all the same."""
     try:
-        point = measure_batch(folder, batch, args, rates)
+        point = measure_batch(folder, batch, args, rates, variant, pattern)
     except AmbidexError as error:
-        print(f"batch {batch:3}: {error}", file=sys.stderr, flush=True)
-        return {"batch": batch, "error": str(error)}
+        print(f"batch {batch:3}, {variant}: {error}", file=sys.stderr, flush=True)
+        return {"batch": batch, "sparsity": str(variant), "error": str(error)}
     print_point(point)
     return point
 
@@ -115,6 +162,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--shape", choices=decode_gpu.SHAPES, default="opt-30b", help="of the model")
     parser.add_argument("--layers", type=int, help="of the model; default: the shape's")
     parser.add_argument("--placement", choices=PLACEMENTS, default="ours", help="of the weights")
+    parser.add_argument("--sparsity", default="off", help="forms to compare, such as off,relu,relu-screened+dynamic; "
+                        "the shape must be an OPT, unless it is off alone")  # fmt: skip
     parser.add_argument("--gpu-memory", type=parse_size, default="24GiB", help="budget of the GPU")
     parser.add_argument("--batches", default="1,8,64", help="requests of a step, in this order")
     parser.add_argument("--context", type=int, default=128, help="tokens of each prompt")
@@ -128,6 +177,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=REPO / "bench/results/decode_weights.jsonl", help="gets a line")
     args = parser.parse_args()
     try:
+        args.sparsity = [Variant.parse(word) for word in args.sparsity.split(",")]
+    except (ConfigError, ValueError) as error:
+        parser.error(f"--sparsity: {error}")
+    is_opt = "OPTForCausalLM" in decode_gpu.SHAPES[args.shape].get("architectures", ())  # type: ignore[operator]
+    if args.sparsity != [DENSE] and (not is_opt or args.kind is not None):
+        parser.error("--sparsity is for the OPT shapes, without --kind")
+    try:
         args.batches = [int(word) for word in args.batches.split(",")]
     except ValueError:
         parser.error(f"--batches {args.batches!r} are not numbers such as 1,8,64")
@@ -139,28 +195,36 @@ def parse_args() -> argparse.Namespace:
 def make_model(folder: Path, args: argparse.Namespace) -> None:
     """A folder with a config.json of the shape, with as many layers as asked for."""
     decode_gpu.make_model_folder(folder, args.shape)
-    if args.layers is not None:
-        path = folder / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": args.layers}))
+    changes: dict[str, Any] = {} if args.layers is None else {"num_hidden_layers": args.layers}
+    if args.sparsity != [DENSE]:
+        changes |= PATTERN_CONFIG
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def measure_batch(folder: Path, batch: int, args: argparse.Namespace, rates: Any) -> dict[str, Any]:
+def measure_batch(
+    folder: Path, batch: int, args: argparse.Namespace, rates: Any, variant: Variant, pattern: Pattern | None
+) -> dict[str, Any]:
     """Build an engine for a batch, fill its contexts and time its steps."""
-    config = make_config(folder, batch, args)
+    config = make_config(folder, batch, args, variant)
     start = time.perf_counter()
     form = DecodeForm.FIXED if args.device is DeviceKind.CPU else None
     # Others leave to the CPU what is the CPU's, however many tokens a step has; prompts' chunks go over the link here.
     levels = [Level(most_tokens=max(128, batch), cpu_share=1.0)] if args.placement in ("layer_split", "cpu") else None
-    engine = build_engine(config, decode_form=form, dummy_kind=args.kind, cpu_levels=levels)
+    engine = build_engine(
+        config, decode_form=form, dummy_kind=args.kind, cpu_levels=levels,
+        shape_dummy=None if pattern is None else pattern.shape_biases,
+    )  # fmt: skip
     load_s = time.perf_counter() - start
     options = decode_gpu.Options(
         shape=args.shape, points=(decode_gpu.Point(batch=batch, context=args.context),), steps=args.steps,
         chunk=args.chunk, device=args.device, dtype=args.dtype, graphs=config.graphs, profile=False, output=args.output,
     )  # fmt: skip
     point = options.points[0]
-    requests, fill_s = decode_gpu.fill(engine, point, options)
+    requests, fill_s = decode_gpu.fill(engine, point, options, temperature=0.0 if pattern is None else 1.0)
     for _ in range(decode_gpu.NUM_WARMUP_STEPS):
         decode_gpu.step(engine, point)
+    neurons_before = engine.stats.neurons
     kv_before, replayed = dict(engine.stats.lane_bytes), engine.stats.num_replayed_steps
     seconds = []
     for _ in range(args.steps):
@@ -169,6 +233,8 @@ def measure_batch(folder: Path, batch: int, args: argparse.Namespace, rates: Any
         seconds.append(time.perf_counter() - start)
     kv = {lane: (size - kv_before.get(lane, 0)) // args.steps for lane, size in engine.stats.lane_bytes.items()}
     lanes = lane_bytes(engine, batch, kv)
+    neurons = neurons_between(neurons_before, engine.stats.neurons)
+    lanes["cpu"] = lanes["cpu"] - bytes_left_out(engine, batch, neurons)
     lane_s = {
         "gpu": lanes["gpu"] / (rates.gpu or rates.dram),
         "cpu": lanes["cpu"] / rates.dram,
@@ -183,10 +249,12 @@ def measure_batch(folder: Path, batch: int, args: argparse.Namespace, rates: Any
     facts = {  # without the folder of the placement file, which is this machine's
         row.name: f"{row.value} ({row.why.replace(str(Path(tempfile.gettempdir())), '')})"
         for row in engine.report.facts
-        if row.name.startswith("weights_")
+        if row.section == "compute" and row.name.startswith(("weights_", "mlp_sparsity", "neuron_cache"))
     }
     return {
         "batch": batch,
+        "sparsity": str(variant),
+        "neurons": neurons,
         "step_s": took.record(),
         "tokens_per_s": significant(batch / took.median),
         "floor_s": significant(floor_s),
@@ -205,7 +273,7 @@ def measure_batch(folder: Path, batch: int, args: argparse.Namespace, rates: Any
     }  # fmt: skip
 
 
-def make_config(folder: Path, batch: int, args: argparse.Namespace) -> EngineConfig:
+def make_config(folder: Path, batch: int, args: argparse.Namespace, variant: Variant) -> EngineConfig:
     """An engine whose tiers hold the batch, with the weights where the placement says."""
     num_chunks = -(-batch * args.context // args.chunk) + batch
     longest = args.context + 2 * num_chunks + decode_gpu.NUM_WARMUP_STEPS + args.steps + 16
@@ -226,10 +294,17 @@ def make_config(folder: Path, batch: int, args: argparse.Namespace) -> EngineCon
         content = placement_json(placement, KVShares())
         del content["kv"]  # settings say where keys and values lie
         path.write_text(json.dumps(content))
-    settings: dict[str, int] = {}
+    settings: dict[str, Any] = {}
     if near < tokens:
         window = max(BLOCK_SIZE, longest * near // tokens - 4 * BLOCK_SIZE)
         settings = {"num_sink_tokens": BLOCK_SIZE, "recent_window": window}
+    if args.device is DeviceKind.CPU and args.placement == "ours":  # to try the script: nothing else divides weights
+        settings["weights_gpu_memory"] = args.gpu_memory // 2
+    if variant != DENSE:
+        settings |= {
+            "mlp_sparsity": variant.sparsity, "neuron_cache": variant.cache,
+            "neuron_profile": str(folder / PROFILE_NAME),
+        }  # fmt: skip
     return EngineConfig(
         model=str(folder),
         device=args.device,
@@ -282,17 +357,57 @@ def lane_bytes(engine: Engine, batch: int, kv: dict[Lane, int]) -> dict[str, int
     }
 
 
+def neurons_between(before: NeuronFigures | None, after: NeuronFigures | None) -> dict[str, float] | None:
+    """Shares in the measured steps alone; None: nothing can be left out."""
+    if before is None or after is None:
+        return None
+
+    def share(part: str, whole: str, one: Any = before, other: Any = after) -> float:
+        return significant(
+            (getattr(other, part) - getattr(one, part)) / max(1, getattr(other, whole) - getattr(one, whole)), 4
+        )
+
+    figures = {
+        "active_share": share("num_active", "num_neurons"),
+        "columns_read_share": share("num_rows_read", "num_rows"),
+        "candidate_share": share("num_candidates", "num_screened"),
+        "screened_share": share("num_screened", "num_rows"),
+    }
+    if before.cache is not None and after.cache is not None:
+        figures["hit_rate"] = share("num_hits", "num_active", before.cache, after.cache)
+        figures["moved_pairs"] = after.cache.num_moved - before.cache.num_moved
+    return figures
+
+
+def bytes_left_out(engine: Engine, batch: int, neurons: dict[str, float] | None) -> int:
+    """Bytes a step of the CPU's parts of MLPs that it did not read: columns, and rows in front of them that a screen
+    ruled out, less what the screen reads itself (34 bytes for 32 numbers)."""
+    steps = engine.core.executor.decode_steps  # type: ignore[attr-defined]  # the runner's
+    if neurons is None or steps is None or steps.weight_lanes is None:
+        return 0
+    rows = next((rows for rows in make_buckets(batch) if rows >= batch), batch)
+    sides = [place.side for place in steps.weight_lanes.places(rows) if isinstance(place.side, SparseSide)]
+    whole = sum(part.num_bytes for side in sides for part in side.parts)
+    size = engine.figures.dtype.num_bytes
+    columns = 1.0 - neurons["columns_read_share"]
+    in_front = neurons["screened_share"] * (1.0 - neurons["candidate_share"] - 34 / 32 / size)
+    return int(whole / 2 * (columns + in_front))
+
+
 def print_point(point: dict[str, Any]) -> None:
     """Lines for people."""
     took, lanes = point["step_s"], point["lane_bytes"]
     print(
-        f"batch {point['batch']:3}: {took['median'] * 1e3:8.1f} ms a step ({took['q20'] * 1e3:.1f} … "
-        f"{took['q80'] * 1e3:.1f}), floor {point['floor_s'] * 1e3:.1f} ms (times {point['times_floor']}), "
+        f"batch {point['batch']:3}, {point['sparsity']}: {took['median'] * 1e3:8.1f} ms a step "
+        f"({took['q20'] * 1e3:.1f} … {took['q80'] * 1e3:.1f}), floor {point['floor_s'] * 1e3:.1f} ms "
+        f"(times {point['times_floor']}), "
         f"{point['tokens_per_s']} tokens/s, prefill {point['prefill_tokens_per_s']} tokens/s; GB a step: "
         + ", ".join(f"{lane} {size / 1e9:.2f}" for lane, size in lanes.items())
         + f"; replayed {point['num_replayed_steps']}, built in {point['load_s']} s",
         flush=True,
     )
+    if point["neurons"] is not None:
+        print("      " + ", ".join(f"{name} {value}" for name, value in point["neurons"].items()), flush=True)
     for name, fact in point["facts"].items():
         print(f"      {name}: {fact}", flush=True)
 

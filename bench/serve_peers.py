@@ -3,24 +3,27 @@
     bench/peers.sh                      # once: an environment with llama.cpp and its Python server
     .venv/bin/python bench/serve_peers.py --peer .bench-venv/bin/python --record bench/results/serve_peers.jsonl
 
-Two workloads: prompts of their own at a short context, and prompts behind one long text that all have in common. That
-text is asked once before the clock starts. Both servers keep it, each in its way. Three contestants: this server; the
-server of llama-cpp-python, which answers one request at a time; and llama.cpp without one (`llama_batch.py`), which
-computes all requests as one batch, as llama.cpp's own server does.
+Two workloads: short prompts and long ones, each client's its own: no two begin alike. `tokens_per_s` are answered
+tokens by the time from the first request to the last answer, prompts included. `decode_tokens_per_s` leave the prompts
+out: here each client asks its prompt once more, and the server has its K and V; there the clock starts when all are
+computed. Three contestants: this server; the server of llama-cpp-python, which answers one request at a time; and
+llama.cpp without one (`llama_batch.py`), which computes all requests as one batch, as llama.cpp's own server does.
+
+Long prompts take minutes. With `--keep FOLDER` they are left there (sessions; llama.cpp's state), and a second run
+begins behind them: then `cached_tokens` is not 0, and only `decode_tokens_per_s` says something.
 """
 
 import argparse
 import asyncio
 import json
 import os
-import random
 import re
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -37,8 +40,8 @@ NO_END = {"logit_bias": {"0": -100, "2": -100}}
 """SmolLM2's ends of text and of turn: every answer gets all its tokens, on either server."""
 
 
-async def ask(port: int, prompt: str, num_tokens: int) -> int:
-    """One whole completion; the tokens that it has."""
+async def ask(port: int, prompt: str, num_tokens: int) -> tuple[int, int]:
+    """One whole completion; the tokens that it has, and those of its prompt that the server had."""
     body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, **NO_END}
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
@@ -49,22 +52,18 @@ async def ask(port: int, prompt: str, num_tokens: int) -> int:
     found = json.loads(answer[answer.index(b"{") : answer.rindex(b"}") + 1])
     if "usage" not in found:
         raise RuntimeError(f"the server answers {found}")
-    return int(found["usage"]["completion_tokens"])
+    details = found["usage"].get("prompt_tokens_details") or {}
+    return int(found["usage"]["completion_tokens"]), int(details.get("cached_tokens", 0))
 
 
-async def measure(port: int, prompts: Sequence[str], common: str, num_tokens: int, repeats: int) -> dict[str, Any]:
-    """Answered tokens per second, all prompts at once."""
-    if common:
-        await ask(port, common, 1)
-    rates = []
-    for _ in range(repeats):
-        begun_s = time.perf_counter()
-        counts = await asyncio.gather(*(ask(port, prompt, num_tokens) for prompt in prompts))
-        seconds = time.perf_counter() - begun_s
-        if set(counts) != {num_tokens}:
-            raise RuntimeError(f"answers have {sorted(set(counts))} tokens: {num_tokens} were asked for")
-        rates.append(sum(counts) / seconds)
-    return {"tokens_per_s": round(statistics.median(rates), 2), "all": [round(rate, 2) for rate in rates]}
+async def measure(port: int, prompts: Sequence[str], num_tokens: int) -> tuple[float, int]:
+    """Answered tokens per second, all prompts at once, and the tokens of prompts that the server had."""
+    begun_s = time.perf_counter()
+    answers = await asyncio.gather(*(ask(port, prompt, num_tokens) for prompt in prompts))
+    seconds = time.perf_counter() - begun_s
+    if {count for count, _ in answers} != {num_tokens}:
+        raise RuntimeError(f"answers have {sorted({count for count, _ in answers})} tokens, not {num_tokens}")
+    return round(sum(count for count, _ in answers) / seconds, 2), sum(cached for _, cached in answers)
 
 
 @contextmanager
@@ -87,7 +86,7 @@ def serving(command: Sequence[str], port: int, **variables: str) -> Iterator[Non
 
 async def _answers(port: int) -> bool:
     try:
-        return await ask(port, "x", 1) == 1
+        return (await ask(port, "x", 1))[0] == 1
     except (OSError, RuntimeError, ValueError):
         return False
 
@@ -98,40 +97,65 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def make_prompts(args: argparse.Namespace, num_common: int) -> tuple[list[str], str]:
-    """Prompts, and the text that they have in common."""
-    rng = random.Random(7)
-    common = TEXT[: num_common * 4]
-    chars = 4 * args.prompt_tokens
-    starts = [rng.randrange(len(common), len(TEXT) - chars) for _ in range(args.clients)]
-    return [common + TEXT[start : start + chars] for start in starts], common
+def make_prompts(num_clients: int, num_tokens: int) -> tuple[list[list[int]], list[str]]:
+    """A prompt for each client, from a part of the text of its own, as token ids and as text."""
+    tokenizer = load_tokenizer(find_model("smollm2"))
+    share = len(TEXT) // num_clients
+    prompts = []
+    for idx in range(num_clients):
+        ids = tokenizer.encode(TEXT[idx * share : idx * share + 8 * num_tokens])
+        prompts.append(ids[:num_tokens])
+    if len({tuple(ids[:16]) for ids in prompts}) < num_clients or min(map(len, prompts)) < num_tokens:
+        raise SystemExit("the text has no prompts of that length that differ from their beginning on")
+    return prompts, [tokenizer.decode(ids) for ids in prompts]
 
 
-def own_server(args: argparse.Namespace, prompts: Sequence[str], common: str) -> dict[str, Any]:
+def own_server(args: argparse.Namespace, prompts: Sequence[str]) -> dict[str, Any]:
     """This server's figures."""
     port = free_port()
     command = [sys.executable, "-c", "from ambidex.cli.main import run; run()", "serve", "smollm2", "--port", str(port)]
+    if args.keep is not None:
+        command += ["--session-dir", str(args.keep / "sessions"), "--session-quota", "64GiB"]
     with serving([*command, "--num-threads", str(args.threads), *args.serve], port):
-        return asyncio.run(measure(port, prompts, common, args.tokens, args.repeats))
+        rate, num_cached = asyncio.run(measure(port, prompts, args.tokens))
+        decode_rate, num_kept = asyncio.run(measure(port, prompts, args.tokens))
+        if args.keep is not None:
+            wait_saved(port)
+    return {
+        "tokens_per_s": rate,
+        "cached_tokens": num_cached,
+        "decode_tokens_per_s": decode_rate,
+        "kept_tokens": num_kept,
+    }
 
 
-def peer_server(args: argparse.Namespace, file: str, prompts: Sequence[str], common: str) -> dict[str, Any]:
+def wait_saved(port: int) -> None:
+    """Wait until an idle server has written what it keeps."""
+    counts = [-1]
+    while len(counts) < 4 or counts[-1] != counts[-4]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/ambidex/cache", timeout=60) as answer:
+            counts.append(json.load(answer)["num_saved_blocks"])
+        time.sleep(0.5)
+
+
+def peer_server(args: argparse.Namespace, file: str, prompts: Sequence[str]) -> dict[str, Any]:
     """Those of llama-cpp-python's server."""
     port, threads = free_port(), str(args.threads)
     command = [str(args.peer), "-m", "llama_cpp.server", "--model", file, "--port", str(port), "--n_ctx", "8192"]
     command += ["--n_threads", threads, "--n_threads_batch", threads, "--interrupt_requests", "false"]
     with serving(command, port):
-        return asyncio.run(measure(port, prompts, common, args.tokens, args.repeats))
+        return {"tokens_per_s": asyncio.run(measure(port, prompts, args.tokens))[0]}
 
 
 def peer_batch(args: argparse.Namespace, file: str, ids: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Those of llama.cpp without a server."""
-    job = {"model": file, "prompts": ids, "tokens": args.tokens, "threads": args.threads}
+    state = None if args.keep is None else str(args.keep / f"llama-{len(ids)}-{len(ids[0])}.state")
+    job = {"model": file, "prompts": ids, "tokens": args.tokens, "threads": args.threads, "state": state}
     script = str(Path(__file__).with_name("llama_batch.py"))
     out = subprocess.run([str(args.peer), script], input=json.dumps(job), capture_output=True, text=True, check=False)
     if out.returncode != 0:
         raise SystemExit(f"llama_batch.py failed:\n{out.stderr[-2000:]}")
-    return {name: round(rate, 2) for name, rate in json.loads(out.stdout).items()}
+    return {name: rate and round(rate, 2) for name, rate in json.loads(out.stdout).items()}
 
 
 def main() -> None:
@@ -141,23 +165,24 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--tokens", type=int, default=48, help="tokens of each answer")
-    parser.add_argument("--prompt-tokens", type=int, default=64, help="tokens of a prompt of its own, about")
-    parser.add_argument("--common-tokens", type=int, nargs="+", default=[0, 4096], help="before it, about")
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[64, 4096], help="of each client's prompt")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="keep computed prompts there, and begin behind them"
+    )
     parser.add_argument("--skip", nargs="*", default=[], help="contestants: llama_cpp_server, llama_cpp_batch")
     parser.add_argument("--record", type=Path, help="append the JSON line to this file")
     parser.add_argument("serve", nargs="*", help="after --: flags of ambidex serve")
     args = parser.parse_args()
     file = str(find_model("smollm2").files[0])
-    tokenizer = load_tokenizer(find_model("smollm2"))
+    if args.keep is not None:
+        args.keep.mkdir(parents=True, exist_ok=True)
     results = []
-    for num_common in args.common_tokens:
-        prompts, common = make_prompts(args, num_common)
-        ids = [tokenizer.encode(prompt) for prompt in prompts]
-        found: dict[str, Any] = {"context_tokens": max(map(len, ids)) + args.tokens}
+    for num_tokens in args.prompt_tokens:
+        ids, prompts = make_prompts(args.clients, num_tokens)
+        found: dict[str, Any] = {"prompt_tokens": num_tokens, "context_tokens": num_tokens + args.tokens}
         contestants = {
-            "ambidex": partial(own_server, args, prompts, common),
-            "llama_cpp_server": partial(peer_server, args, file, prompts, common),
+            "ambidex": partial(own_server, args, prompts),
+            "llama_cpp_server": partial(peer_server, args, file, prompts),
             "llama_cpp_batch": partial(peer_batch, args, file, ids),
         }
         for name, run in contestants.items():
@@ -176,6 +201,7 @@ def main() -> None:
         "threads": args.threads,
         "tokens": args.tokens,
         "serve": args.serve,
+        "begins_behind_kept_prompts": args.keep is not None,
         "workloads": results,
     }
     print(append_record(args.record, record) if args.record else json.dumps(record, indent=2))

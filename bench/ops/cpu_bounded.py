@@ -1,18 +1,22 @@
 """How much faster than exact attention is the bounded op, and at what share of the memory's read rate does it run?
 
-    python bench/ops/cpu_bounded.py [--gib 4] [--threads 8,16] [--out bench/results/cpu_bounded.jsonl]
+    python bench/ops/cpu_bounded.py [--gib 4] [--threads 8,15] [--out bench/results/cpu_bounded.jsonl]
 
 One call is one layer's decode step. Keys are random with scores of one nat's spread, but for planted ones, a share of
 the keys for each query head, that hold 99.5 % of its softmax together: so many are kept at a dropped mass of 0.01 (the
 union over the heads of a group is larger, and is what is read). As many layers as `--gib` GiB hold are read in turn, as
-a model's are. Printed are the bytes that the op must read, the time that plain reads of them take with the same threads
-in the same run (predicted), the time measured, and exact attention over the same keys. The last line is a JSON record.
+a model's are. A round is a plain read of 1 GiB, a pass of exact attention and a pass of the bounded op, so that what
+else the machine does meets all three; ratios are of a round, and their median is given.
+
+Printed are the bytes that the op must read, their share of the plain read rate (best round of each), how many times
+faster than exact attention it is, and where its threads' time goes: the scan, with the rate at which it reads alone,
+the thresholds, the kept keys, waiting, and what is in none of them. The last line is a JSON record.
 """
 
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -22,6 +26,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ambidex.core.dtypes import DType
 from ambidex.hw.topology import read_topology
 from ambidex.kernels import api
 from ambidex.kernels.cpu import native
@@ -32,12 +37,12 @@ from harness import REPO, Quantiles, append_record, environment, measure_seconds
 BLOCK_SIZE: Final = 64
 NUM_KV_HEADS: Final = 8
 HEAD_DIM: Final = 128
-NUM_RUNS: Final = 5
+NUM_ROUNDS: Final = 7
 MAX_MASS: Final = 0.01
 PLANTED_MASS: Final = 0.995
 LINE: Final = 64
 READ_BYTES: Final = 2**30
-"""Of the plain reads that predictions go by."""
+"""Of the plain reads that predictions go by; in huge pages, as pools are."""
 NUMBERS: Final = {"bf16": torch.bfloat16, "int8": torch.int8}
 
 
@@ -89,15 +94,13 @@ def main() -> int:
     """Measure, print, record."""
     options = parse_options()
     threads = [n for n in options.threads if n <= read_topology().num_usable_cores]
-    memory = torch.ones(READ_BYTES, dtype=torch.uint8)
+    memory = clone(torch.ones(READ_BYTES, dtype=torch.uint8))
     with watch_others() as others:
         points = []
         for n in threads:
             pool = native.ThreadPool(n)
-            rate = READ_BYTES / min(measure_seconds(lambda p=pool: p.read(memory), num_warmups=1, num_runs=NUM_RUNS))
-            print(f"plain read, {n} threads: {rate / 1e9:.1f} GB/s", flush=True)
             points += [
-                measure(case, pool, rate, int(options.gib * 2**30))
+                measure(case, pool, memory, int(options.gib * 2**30))
                 for case in all_cases(n, options.contexts, quick=options.quick)
             ]
     record = environment() | {
@@ -122,7 +125,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--gib", type=float, default=4.0, help="memory that is read through, GiB")
     parser.add_argument("--threads", type=numbers, default=[8, 15])
     parser.add_argument("--contexts", type=numbers, default=[8192, 32768, 131072], help="keys of the request")
-    parser.add_argument("--quick", action="store_true", help="group 4, 3 %% planted only")
+    parser.add_argument("--quick", action="store_true", help="group 4, 1 %% planted only")
     parser.add_argument("--out", type=Path, default=REPO / "bench" / "results" / "cpu_bounded.jsonl")
     return parser.parse_args()
 
@@ -144,8 +147,8 @@ def all_cases(threads: int, contexts: Sequence[int], *, quick: bool) -> list[Cas
     return cases
 
 
-def measure(case: Case, threads: native.ThreadPool, rate: float, memory_bytes: int) -> dict[str, object]:
-    """Time passes over all layers and print the line of a case."""
+def measure(case: Case, threads: native.ThreadPool, memory: Tensor, memory_bytes: int) -> dict[str, object]:
+    """Time rounds over all layers and print the lines of a case."""
     attention, bounded = native.AttentionPool(threads), BoundedPool(threads)
     layer, q = make_layer(case, attention, bounded)
     layers = [layer, *(layer.clone() for _ in range(memory_bytes // layer.num_bytes - 1))]
@@ -169,19 +172,37 @@ def measure(case: Case, threads: native.ThreadPool, rate: float, memory_bytes: i
                 q, each.k, each.scanned.v, batch, scale=scale, k_scales=each.k_scales, v_scales=each.scanned.v_scales
             )
 
-    seconds = [s / len(layers) for s in measure_seconds(run_bounded, num_warmups=1, num_runs=NUM_RUNS)]
-    exact = [s / len(layers) for s in measure_seconds(run_exact, num_warmups=1, num_runs=NUM_RUNS)]
+    runs: dict[str, Callable[[], object]] = {
+        "read": lambda: threads.read(memory), "exact": run_exact, "bounded": run_bounded
+    }  # fmt: skip
+    rounds = []
+    for number in range(NUM_ROUNDS + 1):
+        rounds.append({name: measure_seconds(run, num_warmups=0, num_runs=1)[0] for name, run in runs.items()})
+        if number == 0:  # the first one warms up
+            rounds.clear()
+            bounded.take_phase_seconds()
+    num_calls = NUM_ROUNDS * len(layers)
+    phases = {name: s / num_calls for name, s in bounded.take_phase_seconds().items()}
+    seconds = [r["bounded"] / len(layers) for r in rounds]
+    exact = [r["exact"] / len(layers) for r in rounds]
+    phases["other"] = sum(seconds) / NUM_ROUNDS * case.threads - sum(phases.values())
+    ratios = Quantiles.of([r["exact"] / r["bounded"] for r in rounds])
+    rate = READ_BYTES / min(r["read"] for r in rounds)
     kept = float(figures[..., 4].mean()) / case.context
     size = NUMBERS[case.number].itemsize
     row_bytes = (HEAD_DIM * size if case.number != "int8" else 0) + HEAD_DIM // 16 * LINE  # a row of K, lines of V
-    num_bytes = NUM_KV_HEADS * case.context * (HEAD_DIM + 4 + kept * row_bytes)
+    scan_bytes = NUM_KV_HEADS * case.context * (HEAD_DIM + DType.INT8.num_scale_bytes)
+    num_bytes = scan_bytes + NUM_KV_HEADS * case.context * kept * row_bytes
+    scan_rate = scan_bytes / (phases["scan"] / case.threads)
     best = min(seconds)
     print(
         f"{case.number} group {case.group} {case.context:6} keys {case.threads:2} threads, {len(layers)} layers: kept "
         f"{kept:.1%} (mass at most {float(figures[..., 0].max()):.4f}); {num_bytes / 1e6:.0f} MB, predicted "
-        f"{num_bytes / rate * 1e6:.0f} µs, measured {best * 1e6:.0f} µs (median "
-        f"{Quantiles.of(seconds).median * 1e6:.0f}): {num_bytes / best / rate:.0%} of plain reads; exact "
-        f"{min(exact) * 1e6:.0f} µs: {min(exact) / best:.2f} times faster",
+        f"{num_bytes / rate * 1e6:.0f} µs, measured {best * 1e6:.0f} µs: {num_bytes / best / rate:.0%} of plain reads "
+        f"({rate / 1e9:.1f} GB/s); exact {min(exact) * 1e6:.0f} µs; {ratios.median:.2f} times faster "
+        f"({ratios.q20:.2f} to {ratios.q80:.2f})\n"
+        f"    thread-µs a call: {', '.join(f'{name} {s * 1e6:.0f}' for name, s in phases.items())}; the scan alone at "
+        f"{scan_rate / rate:.0%} of plain reads",
         flush=True,
     )
     return asdict(case) | {
@@ -193,7 +214,11 @@ def measure(case: Case, threads: native.ThreadPool, rate: float, memory_bytes: i
         "predicted_s": significant(num_bytes / rate),
         "seconds": Quantiles.of(seconds).record(),
         "best_s": significant(best),
+        "exact_seconds": Quantiles.of(exact).record(),
         "exact_best_s": significant(min(exact)),
+        "times_faster": ratios.record(),
+        "phase_thread_s": {name: significant(s) for name, s in phases.items()},
+        "scan_bytes_per_s": significant(scan_rate),
     }
 
 

@@ -1,6 +1,7 @@
 // ambidex._native, bounded attention: typed arrays in, checks, GIL released around each op. No arithmetic here.
 #include "bind/bounded.h"
 
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string_view.h>
 
@@ -140,6 +141,7 @@ void bind_bounded(nb::module_& m) {
   nb::class_<BoundedPool>(m, "BoundedPool")
       .def(nb::init<ThreadPool&>(), "threads"_a, nb::keep_alive<1, 2>())
       .def("attend", &bind_attend, "arrays"_a, "batch"_a, nb::kw_only(), "isa"_a = nb::none())
+      .def("take_phase_seconds", &BoundedPool::take_phase_seconds)
       .def("copy_for_scan", &bind_copy, "k"_a.noconvert(), "v"_a.noconvert(), "number"_a, "k_scales"_a.noconvert().none(),
            "v_scales"_a.noconvert().none(), "head_dim"_a, "block_ids"_a.noconvert(), "scanned"_a.noconvert().none(),
            "scales"_a.noconvert().none(), "rows"_a.noconvert().none(), "norms"_a.noconvert(), nb::kw_only(),

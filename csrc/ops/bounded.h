@@ -5,7 +5,9 @@
 //   keep     keys that some head of the group keeps: exact scores, softmax, V; nothing else of K and V is read
 #pragma once
 
+#include <array>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -48,24 +50,38 @@ struct BoundedCall {
   float* figures;
 };
 
-// The queries of a request and KV head over a range of its keys. `upper` [rows, stride]: of key i at i - base, which is a
-// multiple of 64; units of log2.
+// Upper scores are kept as codes: whole eighths of a factor of 2, rounded down. A row's codes are counted by their low byte,
+// those of them that are farther below its largest than bytes can tell as the farthest that is not.
+constexpr std::size_t kCodesPerUnit = 8;
+constexpr std::size_t kNumCounts = 256;
+constexpr std::size_t kMostKeysOfTask = 32768;  // counts are 16-bit numbers
+// Scores that may lie beyond this many units are not scanned: the row keeps all of its keys.
+constexpr float kMostUnits = 4000.0f;
+
+// Codes of a range of keys [pieces of 64 keys, rows, 64], and scores likewise; keys are counted from `base`, a multiple of
+// 64.
 struct ScanRange {
   AttendRange keys;
-  float* upper;
-  std::size_t base, stride;
-  float *tops, *uppers, *lowers, *shifts;  // [rows]: largest upper score, Σ 2^(u - top), the same of lower scores, at most
+  std::size_t base;
+  std::int16_t* codes;
+  float* scores;              // in units of log2; null: nobody wants them
+  std::int32_t* tops;         // [rows]: largest code
+  float* lowers;              // [rows]: Σ 2^(score - what it may be off by - top), at most; NaN: all keys must be kept
+  float* shifts;              // [rows]: what a score is off by whatever the key, in units of log2
+  std::uint16_t* counts;      // [rows, kNumCounts]
   float* value_norm;
 };
 
 struct KeepRange {
   AttendRange keys;
-  const float* upper;
-  std::size_t base, stride;
-  const float* thresholds;  // [rows]: keys of which some row's upper score is not below go in
-  const float* before;      // [rows], or null: but not those that went in with these
-  const float* anchors;     // [rows]
-  float *outs, *tops, *sums, *kept;  // [rows, padded_dim] not divided by sums; [rows]; kept: Σ 2^(u - anchor)
+  std::size_t base;
+  const std::int16_t* codes;
+  const float* scores;             // where K itself is what was scanned
+  const std::int32_t* thresholds;  // [rows]: keys of which some row's code is not below go in
+  const std::int32_t* tops;        // [rows]: largest code of all ranges
+  const float* weights;            // [kNumCounts]: what a key counts, by how far it lies below the top
+  float *outs, *tops_kept, *sums;  // [rows, padded_dim] not divided by sums; [rows]: largest score; Σ 2^(score - largest)
+  float* spared;                   // [rows]: weights of keys below the row's threshold that another row kept
   float* num_kept;
 };
 
@@ -78,6 +94,9 @@ struct BoundedForm {
 
 BoundedForm bounded_form(Isa isa);
 
+// What a call spends its threads' time on.
+enum BoundedPhase : std::size_t { kScanning, kChoosing, kKeeping, kWaiting, kNumBoundedPhases };
+
 // The memory that bounded attention keeps from call to call, and the threads that it shares with other ops.
 class BoundedPool {
  public:
@@ -89,18 +108,22 @@ class BoundedPool {
   // Two calls at a time run one after the other. Allocates only when a call is larger than every one before it.
   void attend(const BoundedForm& form, const BoundedCall& call, const KeyBatch& batch);
 
+  // Seconds of all threads since the last time that it was asked, by phase; not while a call runs.
+  std::array<double, kNumBoundedPhases> take_phase_seconds();
+
  private:
   // One request and KV head.
   struct Group {
     KeyBatch::Request request;
-    std::size_t kv_head, rows, base, stride;
-    std::size_t first_task, num_tasks;
-    std::size_t first_score;              // in scores_
-    std::size_t first_float;              // in floats_
+    std::size_t kv_head, rows, base, num_pieces;
+    std::size_t num_scans, num_keeps;     // parts that it is cut into
+    std::size_t first_code;               // in codes_, scores_
+    std::size_t first_byte;               // in places_
     const std::int64_t* block_ids;
   };
   struct Task {
     std::size_t group, part;
+    bool is_keep;
     std::size_t first_key, num_keys;
   };
   struct Progress {
@@ -111,27 +134,32 @@ class BoundedPool {
     std::unique_ptr<char[]> bytes;
     std::size_t size = 0;
     char* begin = nullptr;  // aligned to 64 bytes
+    std::array<std::chrono::steady_clock::duration, kNumBoundedPhases> spent{};
   };
   // Places of a group's numbers, each [rows] or [parts, rows].
   struct Places {
-    float *tops, *uppers, *lowers, *shifts, *value_norms, *counts;    // by scanned part; counts by bin, too
-    float *anchors, *others, *limits, *thresholds, *before;             // by row
-    float *outs, *keep_tops, *sums, *kept, *num_kept;                 // by kept part
-    std::size_t num_floats;
+    std::int32_t* tops;                             // by scanned part
+    float *lowers, *shifts, *value_norms;
+    std::uint16_t* counts;                          // [parts, rows, kNumCounts]
+    std::int32_t *all_tops, *thresholds;            // by row
+    float *others, *dropped;
+    float *outs, *tops_kept, *sums, *spared, *num_kept;  // by kept part
+    std::size_t num_bytes;
   };
 
+  void reserve(const BoundedForm& form, const BoundedCall& call, const KeyBatch& batch);
   void plan(const BoundedCall& call, const KeyBatch& batch);
-  void run_wave();
+  void add_parts(std::size_t group, bool is_keep, std::size_t num_parts);
+  void run_wave(std::size_t first, std::size_t last);
   void work(std::size_t thread);
   void scan(const Task& task, std::size_t thread);
   void keep(const Task& task, std::size_t thread);
   void choose(const Group& group);
-  void finish(const Group& group, std::size_t thread);
-  void write(const Group& group, std::size_t num_parts);
-  Places places(const Group& group, float* base) const;
-  AttendRange range_of(const Group& group) const;
-  KeepRange keep_range(const Group& group, const Places& at, std::size_t part) const;
-  float find_threshold(const Group& group, const Places& at, std::size_t row) const;
+  void find_threshold(const Group& group, const Places& at, std::size_t row, float limit) const;
+  void write(const Group& group);
+  void write_row(const Group& group, const Places& at, std::size_t row, float num_kept, float value_norm);
+  Places places(const Group& group, char* base) const;
+  AttendRange range_of(const Group& group, const Task& task) const;
   bool wait_other() const;
   std::size_t place_of(const Group& group, std::size_t row) const;
   void answer_empty(const BoundedCall& call, const KeyBatch::Request& request) const;
@@ -139,14 +167,17 @@ class BoundedPool {
   ThreadPool& threads_;
   std::vector<Group> groups_;
   std::vector<Task> tasks_;
-  std::vector<float> scores_, floats_;
-  std::unique_ptr<Progress[]> progress_;  // by group
+  std::vector<std::int16_t> codes_;
+  std::vector<float> scores_;
+  std::vector<char> places_;
+  std::unique_ptr<Progress[]> progress_;  // by group of a wave
   std::size_t progress_capacity_ = 0;
   std::vector<Workspace> workspaces_;  // by thread
   // Of the call in progress, and of its wave.
   const BoundedCall* call_ = nullptr;
   BoundedForm form_{};
-  std::size_t first_group_ = 0, num_groups_ = 0, num_tasks_ = 0;
+  std::size_t keys_per_scan_ = 0, keys_per_keep_ = 0;
+  std::size_t first_group_ = 0;
   alignas(64) std::atomic<std::size_t> next_{0};
 };
 

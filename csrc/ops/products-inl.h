@@ -19,7 +19,8 @@ constexpr std::size_t kRowsAtOnce = 4;
 #endif
 
 // The right operand: column j begins at lines[j]. While a line is used, that of far[j] is fetched into the second cache
-// and that of near[j] into the first: the second has room for three times as many fetches at once.
+// and that of near[j] into the first: the second has room for three times as many fetches at once. With tiles far may be
+// null: then somebody else fetches.
 struct Columns {
   const char* const* lines;
   const char* const* far;
@@ -239,11 +240,11 @@ inline void add_tile_product(Tiles& tiles, const Columns& columns, std::size_t l
   constexpr int kOperand = kRight + kNumber % 2;
   if (columns.far != nullptr) {
     const char* far = columns.far[kNumber] + line * 64;
+    for (std::size_t i = 0; i < lines_of_tile; ++i) prefetch_to_l2(far + i * 64);
+  }
+  if (columns.near != nullptr) {
     const char* near = columns.near[kNumber] + line * 64;
-    for (std::size_t i = 0; i < lines_of_tile; ++i) {
-      prefetch_to_l2(far + i * 64);
-      prefetch(near + i * 64);
-    }
+    for (std::size_t i = 0; i < lines_of_tile; ++i) prefetch(near + i * 64);
   }
   tiles.load<kOperand>(columns.lines[kNumber] + line * 64, 64);
   Form::template add_product<kSum + kNumber, kLeft, kOperand>(tiles);
@@ -275,8 +276,8 @@ inline void multiply_in_tiles(Tiles& tiles, std::size_t rows, const char* left, 
     const std::size_t count = columns.num_columns - j < 4 ? columns.num_columns - j : 4;
     for (std::size_t row = 0; row < rows; row += Form::kRows) {
       const std::size_t some = rows - row < Form::kRows ? rows - row : Form::kRows;
-      const Columns part{columns.lines + j, row == 0 ? columns.far + j : nullptr, columns.near + j, count,
-                         columns.num_lines};
+      const Columns part{columns.lines + j, row == 0 && columns.far != nullptr ? columns.far + j : nullptr,
+                         row == 0 ? columns.near + j : nullptr, count, columns.num_lines};
       const Sums to{sums.data + row * sums.stride + 16 * j, sums.stride, sums.add, sums.factors + row};
       const char* from = left + row / Form::kRows * kTileRows * stride;
       if (count == 4) {

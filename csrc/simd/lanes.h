@@ -68,8 +68,15 @@ inline Fp16 to_fp16(float x) {
 #endif
 }
 
+// NOTE: written out, since GCC 12 and 13 drop calls of a function that does nothing but __builtin_prefetch: they take it for
+// one without effect.
+#if defined(__x86_64__)
+inline void prefetch(const char* p) { asm volatile("prefetcht0 %0" ::"m"(*p)); }
+inline void prefetch_to_l2(const char* p) { asm volatile("prefetcht1 %0" ::"m"(*p)); }
+#else
 inline void prefetch(const char* p) { __builtin_prefetch(p, 0, 3); }
 inline void prefetch_to_l2(const char* p) { __builtin_prefetch(p, 0, 2); }
+#endif
 
 #if defined(__AVX512F__)
 
@@ -119,6 +126,7 @@ struct IntLanes {
   __m512i x;
 
   static IntLanes zero() { return {_mm512_setzero_si512()}; }
+  static IntLanes load(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
   // Two int16 in every lane.
   static IntLanes broadcast_pair(const int16_t* p) {
     int32_t pair;
@@ -129,6 +137,9 @@ struct IntLanes {
 
 inline IntLanes operator+(IntLanes a, IntLanes b) { return {_mm512_add_epi32(a.x, b.x)}; }
 inline Lanes to_lanes(IntLanes a) { return {_mm512_cvtepi32_ps(a.x)}; }
+inline IntLanes add_to_256_times(IntLanes a, IntLanes b) {  // 256 * a + b
+  return {_mm512_add_epi32(_mm512_slli_epi32(a.x, 8), b.x)};
+}
 
 // sum + a.low * b.low + a.high * b.high in every lane, halves being int16.
 inline IntLanes add_pair_products(IntLanes sum, IntLanes a, IntLanes b) {
@@ -352,6 +363,11 @@ struct IntLanes {
   int32_t x_high[16];
 
   static IntLanes zero() { return {}; }
+  static IntLanes load(const int32_t* p) {  // sums, not pairs
+    IntLanes lanes{};
+    memcpy(lanes.x, p, sizeof lanes.x);
+    return lanes;
+  }
   static IntLanes broadcast_pair(const int16_t* p) {
     IntLanes lanes;
     for (int i = 0; i < 16; ++i) lanes.x[i] = p[0];
@@ -368,6 +384,10 @@ inline Lanes to_lanes(IntLanes a) {
   Lanes lanes;
   for (int i = 0; i < 16; ++i) lanes.x[i] = static_cast<float>(a.x[i]);
   return lanes;
+}
+inline IntLanes add_to_256_times(IntLanes a, IntLanes b) {  // 256 * a + b
+  for (int i = 0; i < 16; ++i) a.x[i] = 256 * a.x[i] + b.x[i];
+  return a;
 }
 inline IntLanes add_pair_products(IntLanes sum, IntLanes a, IntLanes b) {
   for (int i = 0; i < 16; ++i) sum.x[i] += a.x[i] * b.x[i] + a.x_high[i] * b.x_high[i];

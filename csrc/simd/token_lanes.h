@@ -8,15 +8,16 @@ namespace ambidex::AMBIDEX_ISA {
 
 // One token of a line of V: 16 dims, of which each has 4 / size of the element tokens side by side.
 inline Lanes load_token(const float* line, std::size_t) { return Lanes::load(line); }
-template <class Half>  // Bf16, Fp16
-inline Lanes load_token(const Half* line, std::size_t token) {
-  Lanes parts[2];
-  load_line(line, parts);
-  return token == 0 ? parts[0] : parts[1];  // not an index: that would go through memory
-}
-
 #if defined(__AVX512F__)
 
+inline Lanes load_token(const Bf16* line, std::size_t token) {
+  const __m512i high = _mm512_sll_epi32(_mm512_loadu_si512(line), _mm_cvtsi32_si128(16 - 16 * static_cast<int>(token)));
+  return {_mm512_castsi512_ps(_mm512_and_si512(high, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+}
+inline Lanes load_token(const Fp16* line, std::size_t token) {
+  const __m512i low = _mm512_srl_epi32(_mm512_loadu_si512(line), _mm_cvtsi32_si128(16 * static_cast<int>(token)));
+  return {_mm512_cvtph_ps(_mm512_cvtepi32_epi16(low))};
+}
 inline Lanes load_token(const int8_t* line, std::size_t token) {
   const __m128i shift = _mm_cvtsi32_si128(24 - 8 * static_cast<int>(token));
   const __m512i high = _mm512_sll_epi32(_mm512_loadu_si512(line), shift);
@@ -40,6 +41,20 @@ inline uint32_t not_less(Lanes a, float least) {
 
 #elif defined(__AVX2__)
 
+inline Lanes load_token(const Bf16* line, std::size_t token) {
+  const __m128i shift = _mm_cvtsi32_si128(16 - 16 * static_cast<int>(token));
+  const __m256i high_half = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  const __m256i low = _mm256_sll_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(line)), shift);
+  const __m256i high = _mm256_sll_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(line + 16)), shift);
+  return {_mm256_castsi256_ps(_mm256_and_si256(low, high_half)), _mm256_castsi256_ps(_mm256_and_si256(high, high_half))};
+}
+inline Lanes load_token(const Fp16* line, std::size_t token) {
+  const __m128i shift = _mm_cvtsi32_si128(16 * static_cast<int>(token));
+  const __m256i low_half = _mm256_set1_epi32(0xffff);
+  const __m256i low = _mm256_srl_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(line)), shift);
+  const __m256i high = _mm256_srl_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(line + 16)), shift);
+  return widen_fp16(_mm256_and_si256(low, low_half), _mm256_and_si256(high, low_half));
+}
 inline Lanes load_token(const int8_t* line, std::size_t token) {
   const __m128i shift = _mm_cvtsi32_si128(24 - 8 * static_cast<int>(token));
   const __m256i low = _mm256_sll_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(line)), shift);
@@ -69,6 +84,12 @@ inline uint32_t not_less(Lanes a, float least) {
 
 #else
 
+template <class Half>  // Bf16, Fp16
+inline Lanes load_token(const Half* line, std::size_t token) {
+  Lanes lanes;
+  for (std::size_t i = 0; i < 16; ++i) lanes.x[i] = to_float(line[2 * i + token]);
+  return lanes;
+}
 inline Lanes load_token(const int8_t* line, std::size_t token) {
   Lanes lanes;
   for (int i = 0; i < 16; ++i) lanes.x[i] = line[4 * i + static_cast<int>(token)];

@@ -9,7 +9,7 @@ from torch import Tensor
 from ambidex.core.errors import ShapeError
 from ambidex.kernels import api
 from ambidex.kernels.cpu import native
-from ambidex.kernels.cpu.bounded import BoundedPool, ScannedLayer
+from ambidex.kernels.cpu.bounded import PHASES, BoundedPool, ScannedLayer
 from ambidex.kernels.reference.bounded import attend_bounded
 
 HEADS, GROUP, DIM, BLOCK = 2, 3, 64, 32
@@ -125,6 +125,50 @@ def test_a_key_that_is_not_a_number_is_never_left_out() -> None:
     world.layer.scales[:, :, 5] = torch.nan
     out, _, _ = BOUNDED.attend_bounded(world.q, world.layer, world.batch, scale=SCALE, max_mass=0.3)
     assert out.isnan().all()
+
+
+@pytest.mark.parametrize("isa", native.available_isas())
+def test_where_scores_are_too_large_for_codes_all_keys_are_kept(isa: str) -> None:
+    world = make_world(torch.float32, 600, sharpness=4000.0)
+    out, _, figures = BOUNDED.attend_bounded(world.q, world.layer, world.batch, scale=SCALE, max_mass=0.3, isa=isa)
+    exact_out, _ = ATTENTION.attend_blocks(world.q, *world.pools, world.batch, scale=SCALE, isa=isa)
+    assert (figures[..., 0] == 0).all()
+    assert (figures[..., 4] == 600).all()
+    assert torch.allclose(out, exact_out, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("isa", native.available_isas())
+@pytest.mark.parametrize("place", [0, 1499], ids=["first", "last"])
+def test_a_key_that_outweighs_all_others_is_kept_and_they_are_not(dtype: torch.dtype, isa: str, place: int) -> None:
+    # The others lie far more than 32 factors of 2 below it: deeper than codes are told apart.
+    world = make_world(dtype, 1500)
+    q = (8.0 * world.k[:, place]).repeat_interleave(GROUP, 0)[None].contiguous()
+    out, _, figures = BOUNDED.attend_bounded(q, world.layer, world.batch, scale=SCALE, max_mass=0.01, isa=isa)
+    assert (figures[..., 4] >= 1).all()
+    assert (figures[..., 4] < 150).all()
+    assert torch.allclose(out[0], world.v[:, place].repeat_interleave(GROUP, 0), atol=1e-3)
+
+
+def test_what_is_kept_does_not_depend_on_which_thread_is_faster() -> None:
+    world = make_world(torch.bfloat16, 6000)
+    first, *others = [
+        BOUNDED.attend_bounded(world.q, world.layer, world.batch, scale=SCALE, max_mass=0.05) for _ in range(10)
+    ]
+    for other in others:
+        for one, another in zip(first, other, strict=True):
+            assert torch.equal(one, another)
+
+
+def test_phases_of_calls_are_told_once() -> None:
+    world = make_world(torch.float32, 300)
+    pool = BoundedPool(THREADS)
+    pool.attend_bounded(world.q, world.layer, world.batch, scale=SCALE, max_mass=0.1)
+    spent = pool.take_phase_seconds()
+    assert list(spent) == list(PHASES)
+    assert spent["scan"] > 0
+    assert spent["keep"] > 0
+    assert all(seconds == 0 for seconds in pool.take_phase_seconds().values())
 
 
 def test_arrays_that_do_not_fit_are_refused() -> None:

@@ -392,6 +392,8 @@ def test_the_engines_own_world_solves_for_chunks_within_their_memory(folder: Pat
 def test_what_cannot_be_tuned_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="`placement` is None: use auto"):
         make_config(folder, DeviceKind.CPU, tune_weights=True)
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        make_config(folder, DeviceKind.CPU, tune_weights=True, placement="auto", mlp_sparsity="relu")
     with pytest.raises(ConfigError, match="needs decode steps whose lanes can be timed"):
         make_engine(folder, DecodeForm.PROGRAM, share=0.2)
 

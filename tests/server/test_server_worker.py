@@ -156,6 +156,11 @@ class LostEngine:
     fault: AmbidexError | None
     is_closed: bool = False
 
+    async def ended(self) -> AmbidexError:
+        while self.fault is None:
+            await asyncio.sleep(0.01)
+        return self.fault
+
     async def close(self) -> None:
         self.is_closed = True
 

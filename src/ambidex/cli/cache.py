@@ -33,7 +33,8 @@ class CacheGroup(click.Group):
         super().__init__(
             "cache",
             short_help="List or drop what a running server keeps.",
-            help="Look at the prefix cache of a running server. It lies in the memory of that server and ends with it.",
+            help="Look at the prefix cache of a running server. It lies in the memory of that server, and on "
+            "disk if the server keeps sessions (--session-dir).",
             commands=[
                 click.Command(
                     "ls", callback=list_cached, params=_options(), short_help="Show what is kept on each tier."
@@ -55,11 +56,18 @@ def list_cached(*, url: str, api_key: str | None, as_json: bool) -> int:
     if as_json:
         print_json(found)
         return 0
-    print_table(("tier", "kept"), [(tier, format_size(size)) for tier, size in found["cached_bytes"].items()])
+    rows = [(tier, format_size(size)) for tier, size in found["cached_bytes"].items()]
+    if found["num_saved_blocks"]:
+        rows.append(("disk", format_size(found["saved_bytes"])))
+    print_table(("tier", "kept"), rows)
     print_text(
         f"{found['num_cached_tokens']} tokens of prompts were found, {found['num_computed_tokens']} computed; "
         f"{found['num_evicted_blocks']} blocks had to leave, {found['num_cache_mismatches']} held other tokens"
     )
+    if found["num_restored_tokens"] or found["num_refused_files"]:
+        print_text(
+            f"{found['num_restored_tokens']} tokens were read from disk, {found['num_refused_files']} files refused"
+        )
     return 0
 
 

@@ -6,25 +6,102 @@ from typing import Any, Final
 
 import click
 
+from ambidex.cli.lists import MAX_COUNT
 from ambidex.cli.services import Services
-from ambidex.cli.settings import VerbOption
-from ambidex.cli.show import counting_bar, print_json, print_table, print_text, say
+from ambidex.cli.session import SettingsCommand
+from ambidex.cli.settings import ENGINE_SETTINGS, VerbOption
+from ambidex.cli.show import counting_bar, loading_bar, print_json, print_table, print_text, say
 
 MICRO: Final = 1e6
 
 
-class CalibrateCommand(click.Command):
-    """Options of `calibrate`."""
+class NeuronsCommand(SettingsCommand):
+    """Options of `calibrate neurons`."""
+
+    def __init__(self) -> None:
+        path = click.Path(path_type=Path)
+        super().__init__(
+            "neurons",
+            callback=measure_neurons,
+            short_help="Measure what a model's neurons do on a text.",
+            help="Run the beginning of a text through a model and write down how often each neuron of its MLPs is "
+            "active, and thresholds below which a share of them lies: for --mlp-sparsity.",
+            params=[
+                click.Argument(["word"], required=False, metavar="[MODEL]"),
+                VerbOption(["--text"], type=path, required=True, help="file with the text, UTF-8"),
+                VerbOption(["--tokens"], type=click.IntRange(1, MAX_COUNT), default=16384, show_default=True,
+                           help="of the text that are run, at most"),
+                VerbOption(["--context"], type=click.IntRange(1, MAX_COUNT), default=1024, show_default=True,
+                           help="tokens of each piece, which does not see the others"),
+                VerbOption(["-o", "--output"], type=path, help="file to write; default: the model's in the user's "
+                           "cache"),
+            ],
+            settings=ENGINE_SETTINGS,
+        )  # fmt: skip
+
+
+@click.pass_context
+def measure_neurons(
+    ctx: click.Context, /, *, word: str | None, text: Path, tokens: int, context: int, output: Path | None,
+    **_options: Any,
+) -> int:  # fmt: skip
+    """Run `calibrate neurons`."""
+    # These bring in torch, which `--help` does not need.
+    from ambidex.engine.compose.neurons import measure_neurons as measure
+    from ambidex.eval.run import read_text
+    from ambidex.formats.neuron_profile import SHARES, default_neuron_path
+
+    command = ctx.command
+    assert isinstance(command, NeuronsCommand), "the callback belongs to this command"
+    chosen = command.choose(ctx, word)
+    words = read_text(text)
+    with loading_bar(chosen.engine.model) as progress:
+        profile = measure(chosen.engine, words, num_tokens=tokens, context=context, progress=progress, tell=_tell)
+    path = output if output is not None else default_neuron_path(os.environ, profile.model)
+    profile.write(path)
+    half = SHARES.index(0.5)
+    rows = [
+        (
+            str(layer),
+            f"{100 * active.mean():.1f} %",
+            f"{100 * _share_of_hottest(active):.0f} %",
+            f"{gate[half]:.3g}" if len(gate) else "–",
+            f"{inputs[half]:.3g}",
+        )
+        for layer, (active, gate, inputs) in enumerate(
+            zip(profile.activity, profile.gate_sizes, profile.input_sizes, strict=True)
+        )
+    ]
+    print_table(("layer", "active", "of these, the hottest 20 %", "|gate|, median", "|input|, median"), rows)
+    print_text(f"\n{profile.num_tokens} tokens of {text}, written to {path}")
+    return 0
+
+
+def _tell(done: int, total: int) -> None:
+    say(f"{done} of {total} tokens")
+
+
+def _share_of_hottest(activity: Any) -> float:
+    """Of all activations, that the most active fifth of the neurons has."""
+    ordered = sorted(map(float, activity), reverse=True)
+    total = sum(ordered)
+    return sum(ordered[: max(1, len(ordered) // 5)]) / total if total else 0.0
+
+
+class CalibrateCommand(click.Group):
+    """Options of `calibrate`, which has a verb of its own for models."""
 
     def __init__(self) -> None:
         path = click.Path(path_type=Path)
         super().__init__(
             "calibrate",
             callback=calibrate,
+            invoke_without_command=True,
+            commands=[NeuronsCommand()],
             short_help="Measure this machine's rates into its profile.",
             help="Measure what the cost model needs of this machine: reads of DRAM and GPU memory, products of weights "
             "by format and tokens, attention, copies, handovers. Best while nothing else runs. What Ctrl-C interrupts "
-            "goes on where it was.",
+            "goes on where it was. `calibrate neurons` measures a model instead.",
             params=[
                 VerbOption(["--profile"], type=path, help="file to write; default: this machine's in the user's cache"),
                 VerbOption(["--num-threads"], type=click.IntRange(1, 4096),
@@ -39,7 +116,9 @@ class CalibrateCommand(click.Command):
 def calibrate(
     ctx: click.Context, /, *, profile: Path | None, num_threads: int | None, anew: bool, as_json: bool
 ) -> int:
-    """Run the verb."""
+    """Run the verb, unless another one is named behind it."""
+    if ctx.invoked_subcommand is not None:
+        return 0
     # These bring in torch, which `--help` does not need.
     from ambidex.calibrate.run import calibrate as measure
     from ambidex.calibrate.run import part_names

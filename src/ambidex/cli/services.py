@@ -1,5 +1,6 @@
 """What the verbs get from outside, as values that a test replaces: the engine, and what they look at of the machine."""
 
+import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ambidex.core.config import EngineConfig
 from ambidex.core.request import SamplingParams
+from ambidex.core.sparsity import OFF
 
 if TYPE_CHECKING:
     from ambidex.engine.outputs import RequestOutput
@@ -62,6 +64,7 @@ class LLMService(Protocol):
 
 def make_llm(config: EngineConfig, progress: Progress | None) -> LLMService:
     """Build the engine; imported here because it brings in torch, which `--help` does not need."""
+    rest_between_ops(config)
     from ambidex.engine.sync import LLM
 
     return LLM(config, progress=progress)
@@ -69,11 +72,20 @@ def make_llm(config: EngineConfig, progress: Progress | None) -> LLMService:
 
 def run_server(config: "ServerConfig", engine: EngineConfig) -> None:
     """Serve until a signal; imported here because it brings in torch and FastAPI, which `--help` does not need."""
+    rest_between_ops(engine)
     from ambidex.cli.show import say
     from ambidex.server.main import serve
 
     version = package_version("ambidex") or "0"
     serve(config, engine, version=version, on_bound=lambda url: say(f"{url} listens, {engine.model} is loading"))
+
+
+def rest_between_ops(config: EngineConfig) -> None:
+    """Where neurons are left out, torch's threads work between native calls: they shall sleep when they have nothing to
+    do, not spin on the cores that the native threads need. OpenMP reads this once, when torch is loaded; what the user
+    has set stays."""
+    if config.mlp_sparsity != OFF:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def describe_gpus() -> Sequence[Any]:

@@ -90,6 +90,7 @@ def stats_rows(stats: "EngineStats") -> list[tuple[str, str]]:
         ("tokens from the prefix cache", str(stats.num_cached_tokens)),
         *((f"fallback {kind}", str(num)) for kind, num in stats.fallbacks.items()),
         *selection_rows(stats),
+        *neuron_rows(stats),
     ]  # fmt: skip
     for name, num_tokens, seconds in (
         ("prefill", stats.num_prefill_tokens, stats.prefill_seconds),
@@ -116,6 +117,31 @@ def selection_rows(stats: "EngineStats") -> list[tuple[str, str]]:
     return rows
 
 
+def neuron_rows(stats: "EngineStats") -> list[tuple[str, str]]:
+    """What was left out of MLPs, if anything can be."""
+    figures = stats.neurons
+    if figures is None:
+        return []
+    rows = [
+        (
+            "neurons in DRAM",
+            f"{100 * figures.active_share:.1f} % active for a token, {100 * figures.read_share:.1f} % of columns read",
+        )
+    ]
+    if figures.num_screened:
+        rows.append(("rows that a screen let through", f"{100 * figures.candidate_share:.1f} %"))
+    if (cache := figures.cache) is not None:
+        rows += [
+            ("active neurons on the accelerator", f"{100 * cache.hit_rate:.1f} %"),
+            (
+                "neurons moved",
+                f"{cache.num_moved} pairs in {cache.num_moves} moves, {format_size(cache.moved_bytes)}, "
+                f"{cache.num_failed_moves} moves failed",
+            ),
+        ]
+    return rows
+
+
 def stats_json(stats: "EngineStats") -> dict[str, Any]:
     """The same for a script; bytes and seconds."""
     return {
@@ -138,6 +164,7 @@ def stats_json(stats: "EngineStats") -> dict[str, Any]:
         "lane_bytes": dict(stats.lane_bytes),
         "seconds": dict(stats.seconds),
         "selection": None if stats.selection is None else asdict(stats.selection),
+        "neurons": None if stats.neurons is None else asdict(stats.neurons),
     }
 
 

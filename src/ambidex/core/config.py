@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from ambidex.core.errors import ConfigError
 from ambidex.core.policy import BoundedScores, H2OForm, HybridGenFeedback, HybridGenMode, PolicyName, resolve_policy
-from ambidex.core.units import format_count, parse_size
+from ambidex.core.sparsity import OFF, NeuronCache, parse_sparsity
+from ambidex.core.units import GIB, MIB, format_count, parse_size
 
 
 class DeviceKind(StrEnum):
@@ -132,6 +133,26 @@ class EngineConfig:
         "JSON file that says which share of each layer's weights lies where, in place of weights-gpu-memory; auto: as "
         "the cost model finds it fastest on this machine, which `ambidex calibrate` has measured",
     )  # fmt: skip
+    mlp_sparsity: str = setting(
+        OFF, SettingKind.TEXT,
+        "neurons of MLPs that a step leaves out: off; relu: those that a ReLU sets to 0, exact; relu-screened: the "
+        "same, and an 8-bit copy in DRAM rules out rows before they are read, exact; cats:SHARE and teal:SHARE (0.2 "
+        "and 0.5 if it is left out): those below thresholds that `ambidex calibrate neurons` has measured, which "
+        "changes answers",
+    )  # fmt: skip
+    neuron_profile: str | None = setting(
+        None, SettingKind.TEXT,
+        "file of `ambidex calibrate neurons`; default: the one that it wrote for this model into the user's cache",
+    )  # fmt: skip
+    neuron_cache: NeuronCache = setting(
+        NeuronCache.OFF, SettingKind.CHOICE,
+        "which neurons of a divided MLP lie on the accelerator, where mlp-sparsity skips the others; off: the first "
+        "ones; static: the most active of the neuron profile, as PowerInfer has it; dynamic: the most active of late",
+    )  # fmt: skip
+    neuron_move_memory: int = setting(
+        8 * MIB, SettingKind.SIZE, "bytes of neurons that dynamic has on their way at a time, both ways together",
+        unit="bytes", low=1,
+    )  # fmt: skip
     kv_gpu_tokens: int | None = setting(
         None, SettingKind.INT,
         "tokens of KV on the accelerator tier, rounded up to blocks; default: what gpu-memory leaves",
@@ -147,6 +168,15 @@ class EngineConfig:
         None, SettingKind.INT,
         "share of the KV blocks of all tiers that may keep tokens of ended requests, for others that begin alike; 0 "
         "turns it off; default: 100 for serve and chat, else 0", unit="%", low=0, high=100,
+    )  # fmt: skip
+    session_dir: str | None = setting(
+        None, SettingKind.TEXT,
+        "keep what the prefix cache has of ended requests as files in this folder, too, so that it outlives the "
+        "process; their tokens lie there in the clear",
+    )  # fmt: skip
+    session_quota: int = setting(
+        4 * GIB, SettingKind.SIZE, "most that these files may take together; the least recently used go", unit="bytes",
+        low=1,
     )  # fmt: skip
     num_sink_tokens: int = setting(
         64, SettingKind.INT, "first tokens of a context, kept on the accelerator tier", unit="tokens", low=0
@@ -295,8 +325,18 @@ class EngineConfig:
         if not self.model:
             raise ConfigError("no model is named: give a folder, a .gguf file, a Hub id or smollm2")
         resolve_policy(self)
+        if parse_sparsity(self.mlp_sparsity) is None and self.neuron_cache is not NeuronCache.OFF:
+            raise ConfigError(
+                f"`neuron_cache` is {self.neuron_cache}, but without `mlp_sparsity` all neurons are computed wherever "
+                f"they lie: choose one of its forms, or off"
+            )
         if self.placement is not None and self.weights_gpu_memory is not None:
             raise ConfigError("`placement` and `weights_gpu_memory` both say where weights lie: leave one of them out")
+        if self.tune_weights and self.mlp_sparsity != OFF:
+            raise ConfigError(
+                f"`tune_weights` moves whole rows by the time that all of them take, `mlp_sparsity` is "
+                f"{self.mlp_sparsity}: leave one of them out"
+            )
         if self.tune_weights and self.placement != "auto":
             raise ConfigError(
                 f"`tune_weights` moves weights away from a solved placement, `placement` is {self.placement}: use auto"
@@ -306,6 +346,10 @@ class EngineConfig:
                 f"`prefix_cache_percent` is {self.prefix_cache_percent}: policy {self.policy} must see every prompt as "
                 f"it is computed: use 0, or policy exact"
             )
+        if self.session_dir is not None and self.policy is not PolicyName.EXACT:
+            raise ConfigError(f"`session_dir` needs a prefix cache, which policy {self.policy} has not: leave it out")
+        if self.session_dir is not None and self.prefix_cache_percent == 0:
+            raise ConfigError("`session_dir` needs a prefix cache, and `prefix_cache_percent` is 0: leave one out")
 
 
 def check_settings(config: Any) -> None:

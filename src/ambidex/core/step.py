@@ -30,6 +30,33 @@ class BlockMove:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NamedBlock:
+    """A full block by what it holds, as it is kept on disk.
+
+    `key` is its name, `parent` the name of the block before it, `tokens` are its ids as 64-bit numbers; `block_idx` is
+    its place in each context that it belongs to, and `owner` names whose they are.
+    """
+
+    key: bytes
+    parent: bytes
+    tokens: bytes
+    block_idx: int
+    owner: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedFigures:
+    """Blocks on disk: those that lie there now with their bytes; loaded since the start; refused since they are not
+    what was written, or none of ours; and those that could not be written."""
+
+    num_blocks: int = 0
+    num_bytes: int = 0
+    num_loaded: int = 0
+    num_refused: int = 0
+    num_failed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NewRequest:
     """What the executor must know of a request before its first step."""
 

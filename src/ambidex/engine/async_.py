@@ -5,6 +5,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS: Final = 3
 """A step that fails harms the requests in it; after so many with no token computed between, the machine is to blame."""
+CHORE_S: Final = 0.01
+"""Before an idle engine looks again whether the disk takes more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +91,12 @@ class AsyncLLM:
     @property
     def fault(self) -> AmbidexError | None:
         """Why the engine takes no requests any more; None while it does."""
+        return self._fatal
+
+    async def ended(self) -> AmbidexError:
+        """Wait until the engine takes no requests any more; returns why."""
+        await asyncio.to_thread(self._thread.join)
+        assert self._fatal is not None, "the thread sets it before it ends"
         return self._fatal
 
     async def status(self) -> EngineStatus:
@@ -249,10 +258,13 @@ class AsyncLLM:
             while self._take_messages():
                 self._deliver(self._step())
             self._engine.abort_all()
+            self._engine.close()
             self._end(InternalError("the engine was closed"))
         except BaseException as error:
             # The engine's state is unknown now: every waiting caller is told, nobody hangs.
             logger.exception("the engine thread failed")
+            with contextlib.suppress(Exception):
+                self._engine.close(is_trusted=False)
             self._end(InternalError(f"the engine failed: {error}"))
 
     def _step(self) -> list[RequestOutput]:
@@ -292,9 +304,13 @@ class AsyncLLM:
                 self._stats = self._engine.stats.copy()
                 pulse.enter(Stage.IDLE)
             try:
-                message = self._inbox.get(block=is_idle)
+                message = self._inbox.get(block=is_idle and not self._engine.has_chores)
             except queue.Empty:
-                return True
+                if not is_idle:
+                    return True
+                if not self._engine.do_chore():
+                    time.sleep(CHORE_S)
+                continue
             if message is None:
                 return False
             pulse.enter(Stage.MESSAGES)

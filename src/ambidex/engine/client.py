@@ -30,6 +30,9 @@ class EngineClient(Protocol):
     def fault(self) -> AmbidexError | None:
         """Why the engine takes no requests any more; None while it does."""
 
+    async def ended(self) -> AmbidexError:
+        """Wait until the engine takes no requests any more; returns why."""
+
     async def check_guide(self, params: SamplingParams) -> None:
         """Compile the grammar of the parameters, if they have one.
 

@@ -5,11 +5,13 @@ from collections.abc import Callable
 from ambidex.core.errors import InternalError, RequestError
 from ambidex.core.ids import RequestId, Tier
 from ambidex.core.request import FinishReason, Request, SamplingParams
+from ambidex.core.sparsity import NeuronFigures
 from ambidex.core.step import SampledToken
 from ambidex.engine.auto_placement import Predict
 from ambidex.engine.core import EngineCore
 from ambidex.engine.outputs import AnswerText, RequestOutput
 from ambidex.engine.report import EngineFigures, EngineReport
+from ambidex.engine.sessions import Sessions
 from ambidex.engine.stats import EngineStats
 from ambidex.engine.text_side import Prompt, TextSide
 from ambidex.engine.weight_tuner import WeightTuner
@@ -25,6 +27,8 @@ class Engine:
         kv_capacity, weights_bytes: bytes of the KV pools and of the parameters on each tier.
         predict_step: what a decode step should take; None: nobody has worked that out.
         tuner: who moves weights while the engine runs; None: they stay where they are.
+        sessions: keeps blocks of the prefix cache on disk; None: nobody does.
+        neuron_figures: what was left out of MLPs so far; None: nothing is.
     """
 
     def __init__(
@@ -41,6 +45,8 @@ class Engine:
         weights_bytes: dict[Tier, int],
         predict_step: Predict | None = None,
         tuner: WeightTuner | None = None,
+        sessions: Sessions | None = None,
+        neuron_figures: Callable[[], NeuronFigures | None] | None = None,
     ) -> None:
         self.tuner = tuner
         self.core = core
@@ -52,13 +58,19 @@ class Engine:
         self.weights_bytes = weights_bytes
         self._kv_bytes = kv_bytes
         self._predict_step = predict_step
+        self._neuron_figures = neuron_figures
         self._cached_bytes = cached_bytes
+        self._sessions = sessions
         self._live: dict[RequestId, tuple[Request, AnswerText]] = {}
 
     @property
     def stats(self) -> EngineStats:
         """Counters since the engine was built."""
         self.core.stats.record_kv(self._kv_bytes(), self._cached_bytes())
+        if self._sessions is not None:
+            self._sessions.record(self.core.stats)
+        if self._neuron_figures is not None:
+            self.core.stats.neurons = self._neuron_figures()
         return self.core.stats
 
     def compare_decode(self) -> tuple[float, float] | None:
@@ -77,6 +89,15 @@ class Engine:
     def has_work(self) -> bool:
         """A step would do something."""
         return self.core.scheduler.has_work
+
+    @property
+    def has_chores(self) -> bool:
+        """There is something to do for an engine that has no other work."""
+        return self._sessions is not None and self._sessions.has_unsaved
+
+    def do_chore(self) -> bool:
+        """Do a small part of it; False if that is not possible now."""
+        return self._sessions is not None and self._sessions.save_next()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -139,6 +160,7 @@ class Engine:
                 del self._live[request.request_id]
             outputs.append(output)
         self.core.stats.record_kv(self._kv_bytes(), self._cached_bytes())
+        self.do_chore()
         return outputs
 
     def abort(self, request_id: RequestId) -> RequestOutput | None:
@@ -150,8 +172,12 @@ class Engine:
         return answer.advance(request, None)
 
     def drop_cached(self, tenant: str | None = None) -> int:
-        """Forget what the prefix cache holds, of one tenant or of all; returns the blocks that it held."""
-        return self.core.scheduler.drop_cached(tenant)
+        """Forget what the prefix cache holds, of one tenant or of all, also on disk; returns the blocks that it held in
+        memory or on disk, whichever are more."""
+        num_dropped = self.core.scheduler.drop_cached(tenant)
+        if self._sessions is not None:
+            num_dropped = max(num_dropped, self._sessions.drop(tenant))  # most lie in both
+        return num_dropped
 
     def num_computed_tokens(self, request_id: RequestId) -> int:
         """Tokens of a live request that are computed so far; 0 for one that is not known. Any thread may call it."""
@@ -169,6 +195,12 @@ class Engine:
             self.abort(request_id)
         while self.has_work:
             self.core.step()
+
+    def close(self, *, is_trusted: bool = True) -> None:
+        """End: what is to outlive the process is saved, unless the engine's state is unknown. Nothing may run."""
+        if self._sessions is not None:
+            self._sessions.close(is_trusted=is_trusted)
+            self._sessions = None
 
     def _follow_guide(self, request: Request, answer: AnswerText, sampled: SampledToken | None) -> None:
         """Say which tokens may come next; an answer that cannot be held to its grammar fails."""

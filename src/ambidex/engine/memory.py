@@ -38,6 +38,10 @@ class WeightBytes:
     on_gpu: int
     in_dram: int = 0
     ring: int = 0
+    screens: int = 0
+    """In DRAM, 8-bit copies of rows that are looked at before the rows."""
+    moving: int = 0
+    """On the accelerator, and as many in DRAM, for neurons that change places."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +127,9 @@ def plan_memory(
     Raises:
         ConfigError: a budget is too small for the model; says what is needed.
     """
-    taken = weights.on_gpu + weights.ring + fixed.total
-    gpu_budget, dram_budget = _budgets(config, free, taken, weights.in_dram)
+    taken = weights.on_gpu + weights.ring + weights.moving + fixed.total
+    in_dram = weights.in_dram + weights.screens + weights.moving
+    gpu_budget, dram_budget = _budgets(config, free, taken, in_dram)
     context_blocks = kv[Tier.GPU].num_blocks(_wanted_context_len(config, spec))
     most_blocks = context_blocks * config.max_running_requests
     default_blocks = context_blocks * min(config.max_running_requests, DEFAULT_CONTEXTS)
@@ -145,10 +150,10 @@ def plan_memory(
             f"{format_size(fixed.graphs)}: give at least {format_size(taken + gpu_block_bytes)}, or a smaller "
             f"`weights_gpu_memory`, `max_tokens_per_step`, `max_running_requests` or `max_context_len`"
         )
-    dram_left = dram_budget - weights.in_dram
+    dram_left = dram_budget - in_dram
     if dram_left < 0:
         raise ConfigError(
-            f"`dram_memory` {format_size(dram_budget)} is too small: weights take {format_size(weights.in_dram)}: "
+            f"`dram_memory` {format_size(dram_budget)} is too small: weights take {format_size(in_dram)}: "
             f"give at least that and what KV needs, or a larger `gpu_memory` or `weights_gpu_memory`"
         )
     dram_blocks = max(
@@ -159,7 +164,7 @@ def plan_memory(
     ledger = MemoryLedger(
         {
             Tier.GPU: max(gpu_budget, taken + gpu_blocks * gpu_block_bytes),
-            Tier.DRAM: max(dram_budget, weights.in_dram + dram_blocks * dram_block_bytes),
+            Tier.DRAM: max(dram_budget, in_dram + dram_blocks * dram_block_bytes),
         }
     )
     ledger.take(Tier.GPU, "weights", weights.on_gpu)
@@ -169,6 +174,11 @@ def plan_memory(
             ledger.take(Tier.GPU, owner, num_bytes)
     if weights.in_dram:
         ledger.take(Tier.DRAM, "weights", weights.in_dram)
+    if weights.screens:
+        ledger.take(Tier.DRAM, "screens", weights.screens)
+    if weights.moving:
+        for tier in (Tier.GPU, Tier.DRAM):
+            ledger.take(tier, "neuron moves", weights.moving)
     for tier, count in num_blocks.items():
         ledger.take(tier, "kv", count * kv[tier].bytes_per_block)
         if beside[tier]:

@@ -95,6 +95,15 @@ def _kv_rows(
             why=f"{config.prefix_cache_percent} % of all blocks" if num_cached else "prompts are computed as they come",
         )
     )
+    if config.session_dir is not None:
+        rows.append(
+            ReportRow(
+                section="kv",
+                name="sessions",
+                value=f"up to {format_size(config.session_quota)} in {config.session_dir}",
+                why="asked for",
+            )
+        )
     rows += region_rows(config, num_gpu_blocks=memory.num_blocks[Tier.GPU], max_context_len=memory.max_context_len)
     return rows
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from ambidex.core.ids import Fallback, Lane, Tier
 from ambidex.core.request import FinishReason, Request
+from ambidex.core.sparsity import NeuronFigures
 from ambidex.core.step import ScheduledRequest, SelectionFigures, StepPlan, StepResult
 from ambidex.kv.prefix_cache import PrefixCacheStats
 
@@ -20,8 +21,11 @@ class EngineStats:
     `kv_bytes` are in use now, `peak_kv_bytes` were at most in use after a step; `lane_bytes` are bytes of K and V that
     each lane's attention has read; `seconds` are wall seconds by section of the steps. Replayed steps ran as captured
     CUDA graphs; after a graph failure they no longer do. `fallbacks` has only those that happened.
+    `num_saved_blocks` of `saved_bytes` lie on disk, for other processes, too. `num_restored_tokens` were read from
+    there, `num_recomputed_tokens` were there, but computed, which was faster. `num_refused_files` were not used, since
+    they are not what was written or none of ours; `num_failed_saves` blocks could not be written.
     With `--verify`, `num_verified_blocks` counts comparisons of a block's checksum, corrupt ones those that failed.
-    `selection` is what the policy chose, None if it is `exact`.
+    `selection` is what the policy chose, None if it is `exact`; `neurons` is what was left out of MLPs.
 
     A step in which each request computes one token counts for decode, any other for prefill, with all its seconds.
     `num_prefill_tokens` are those computed in chunks there, `num_decode_tokens` those answered in decode steps, and
@@ -40,6 +44,12 @@ class EngineStats:
     num_failed_requests: int = 0
     num_verified_blocks: int = 0
     num_corrupt_blocks: int = 0
+    num_saved_blocks: int = 0
+    saved_bytes: int = 0
+    num_restored_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_refused_files: int = 0
+    num_failed_saves: int = 0
     num_replayed_steps: int = 0
     num_graph_failures: int = 0
     num_prefill_tokens: int = 0
@@ -49,6 +59,7 @@ class EngineStats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     selection: SelectionFigures | None = None
+    neurons: NeuronFigures | None = None
     kv_bytes: dict[Tier, int] = field(default_factory=dict)
     cached_bytes: dict[Tier, int] = field(default_factory=dict)
     peak_kv_bytes: dict[Tier, int] = field(default_factory=dict)

@@ -156,6 +156,7 @@ class LLM:
             output = self._engine.abort(request_id)
             inbox += [output] if output is not None else []
         self._engine.abort_all()
+        self._engine.close()
 
     def __enter__(self) -> "LLM":
         return self

@@ -50,3 +50,5 @@ class CachedBlock:
     """Its turn in the order of eviction; None: it cannot be evicted now."""
     is_listed: bool = True
     """It can still be found."""
+    is_noted: bool = False
+    """It has been idle once, and waits or has waited to be copied elsewhere."""

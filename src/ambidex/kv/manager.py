@@ -126,6 +126,19 @@ class KVManager:
         """What the prefix cache holds and has done."""
         return self._cache.stats()
 
+    @property
+    def has_unsaved(self) -> bool:
+        """Blocks of the prefix cache may wait to be copied elsewhere."""
+        return self._cache.has_unsaved
+
+    def next_unsaved(self) -> CachedBlock | None:
+        """The block that has waited longest; see `PrefixCache.next_unsaved`."""
+        return self._cache.next_unsaved()
+
+    def put_back_unsaved(self, block: CachedBlock) -> None:
+        """The block could not be copied now."""
+        self._cache.put_back_unsaved(block)
+
     def make_keys(self, *, tenant: str, salt: str) -> BlockKeys | None:
         """Names for the blocks of a new request, which only requests of the same tenant and salt find; None: there is
         no prefix cache."""

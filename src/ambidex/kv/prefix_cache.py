@@ -8,6 +8,7 @@ eviction. A block whose tokens are not those that were asked for is not used, wh
 
 import itertools
 import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,11 +28,13 @@ class PrefixCacheLimits:
     """What a prefix cache may keep.
 
     `max_idle_percent` of the blocks of all tiers may be idle in it; 0: there is no cache. `identity` names all that K
-    and V depend on beside the tokens: the model and the formats.
+    and V depend on beside the tokens: the model and the formats. `is_saved`: blocks that become idle wait to be copied
+    elsewhere.
     """
 
     max_idle_percent: int = 0
     identity: str = ""
+    is_saved: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,7 @@ class PrefixCache:
         tickets = itertools.count()
         self._orders = {tier: EvictionOrder(tickets) for tier in tiers.tiers}
         self._idle: set[CachedBlock] = set()
+        self._unsaved: deque[CachedBlock] | None = deque(maxlen=max_idle) if limits.is_saved else None
         self._releases = itertools.count(1)
         self._num_doubles = 0
         self._num_evicted = 0
@@ -83,6 +87,27 @@ class PrefixCache:
     def num_evictable_on(self, tier: Tier) -> int:
         """Idle blocks of one tier that could be evicted now."""
         return len(self._orders[tier]) if tier in self._orders else 0
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Blocks may wait to be copied elsewhere."""
+        return bool(self._unsaved)
+
+    def next_unsaved(self) -> CachedBlock | None:
+        """The block that has waited longest to be copied elsewhere, and waits no more; None if there is none.
+
+        Nobody writes to it, and it stays where it is until the next step.
+        """
+        while self._unsaved:
+            block = self._unsaved.popleft()
+            if block.is_listed:
+                return block
+        return None
+
+    def put_back_unsaved(self, block: CachedBlock) -> None:
+        """The block could not be copied now."""
+        if self._unsaved is not None:
+            self._unsaved.appendleft(block)
 
     def stats(self) -> PrefixCacheStats:
         """What has come of it so far."""
@@ -143,6 +168,9 @@ class PrefixCache:
                 self._tiers.retire(block.place)
                 self._idle.add(block)
                 self._open(block)
+                if self._unsaved is not None and not block.is_noted:
+                    block.is_noted = True
+                    self._unsaved.append(block)
         lease.cached.clear()
         while len(self._idle) > self._max_idle and (first := self._first_of_all()) is not None:
             self.evict(first)

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from ambidex.core.model_spec import Activation
+from ambidex.core.sparsity import NeuronMask, SparsityKind
 from ambidex.kernels import api
 from ambidex.layers.linear import Linear, LinearGroup, StandIn
 from ambidex.layers.parameter import ParameterFactory
@@ -27,17 +29,44 @@ class Neurons:
         self.activation = activation
         self._group = LinearGroup(*ins, factory=factory) if len(ins) > 1 else None
         self.stand_in: StandIn | None = None
+        self.mask: NeuronMask | None = None
+        self.observer: NeuronObserver | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, E] → [T, E]."""
         if self.stand_in is not None:
             return self.stand_in(x)[0]
         inner = self._group(x) if self._group is not None else (self.ins[0](x),)
-        return self.out(activate_neurons(inner, self.activation))
+        neurons = activate_neurons(inner, self.activation, self.mask)
+        if self.observer is not None:
+            gate = api.activate(inner[0], self.activation.value) if len(inner) > 1 else None
+            self.observer(gate, neurons)
+        return self.out(neurons)
 
 
-def activate_neurons(inner: Sequence[Tensor], activation: Activation) -> Tensor:
-    """What neurons give, [T, F], from the products of their rows: one tensor [T, F], or gate and up."""
+NeuronObserver = Callable[[Tensor | None, Tensor], None]
+"""Is told of each step's neurons [T, F]: activation(gate), None without a gate, and the input of the last matrix."""
+
+
+def activate_neurons(inner: Sequence[Tensor], activation: Activation, mask: NeuronMask | None = None) -> Tensor:
+    """What neurons give, [T, F], from the products of their rows: one tensor [T, F], or gate and up.
+
+    Args:
+        mask: sets some of them to 0.
+    """
+    if mask is not None and mask.kind is SparsityKind.CATS:
+        gate, up = inner
+        return keep_large(api.activate(gate, activation.value), mask.threshold) * up
+    neurons = _activate(inner, activation)
+    return neurons if mask is None else keep_large(neurons, mask.threshold)
+
+
+def keep_large(values: Tensor, threshold: float) -> Tensor:
+    """The values whose size is at least the threshold, and 0 elsewhere."""
+    return torch.where(values.abs() >= threshold, values, 0.0)
+
+
+def _activate(inner: Sequence[Tensor], activation: Activation) -> Tensor:
     if len(inner) == 1:
         return api.activate(inner[0], activation.value)
     gate, up = inner

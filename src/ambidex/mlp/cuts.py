@@ -31,6 +31,8 @@ class SiteShape:
     """Rows of the matrix behind neurons; 0: there is none."""
     kind: str | None = None
     """The GGUF type that all matrices of the place keep; None: they are plain numbers."""
+    is_neuron_major: bool = False
+    """The columns behind neurons lie one after the other, so that those of neurons that are skipped are not read."""
 
     @property
     def numbers_per_row(self) -> int:

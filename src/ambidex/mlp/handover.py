@@ -109,7 +109,7 @@ class WeightHandover:
         program = self._programs[place]
         if program is not None:
             program.run()
-        elif self._arena is not None:
+        elif self._arena is not None and self._sides[place].is_recordable:
             self._programs[place] = self._record(place, self._arena)
         else:
             self._compute(place)

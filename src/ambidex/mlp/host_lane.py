@@ -25,6 +25,11 @@ class HostSide:
         self.rows = range(parts[0].rows.start, parts[-1].rows.stop)
         self.answer_width = shape.num_out or len(self.rows)
 
+    @property
+    def is_recordable(self) -> bool:
+        """Whether the same ops compute every step, so that they can be recorded."""
+        return True
+
     def compute(self, x: Tensor) -> Tensor:
         """x [T, K] fp32 in DRAM → [T, n] or, of neurons, [T, num_out]; fp32."""
         return join(self.shape, [(part.rows, part(x)) for part in self.parts], torch.float32)

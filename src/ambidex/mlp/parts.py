@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from ambidex.core.model_spec import Activation
+from ambidex.core.sparsity import NeuronMask
 from ambidex.kernels.cpu.quantized import QuantizedMatrix, Weight, packed_bytes
 from ambidex.kernels.linear import LinearContext, LinearOp
+from ambidex.kernels.neurons import sum_all
 from ambidex.layers.mlp import activate_neurons
 from ambidex.mlp.cuts import SiteShape
 
@@ -29,6 +31,7 @@ class Rows:
         self.joint_in: Tensor | None = None  # [num_ins · n, K] of plain numbers
         self.ins: tuple[Weight, ...]  # each [n, K]
         self.out: Weight | None = None  # [num_out, n]
+        self.columns: Tensor | None = None  # [n, num_out]: `out` where it lies neuron by neuron
         if shape.kind is not None:
             size = packed_bytes(shape.kind, (num_rows, width))
             end = shape.num_ins * size
@@ -43,7 +46,11 @@ class Rows:
         end = shape.num_ins * num_rows * width
         self.joint_in = numbers[:end].view(shape.num_ins * num_rows, width)
         self.ins = self.joint_in.chunk(shape.num_ins)
-        self.out = numbers[end:].view(shape.num_out, num_rows) if shape.num_out else None
+        if shape.is_neuron_major:
+            self.columns = numbers[end:].view(num_rows, shape.num_out)
+            self.out = self.columns.T
+        elif shape.num_out:
+            self.out = numbers[end:].view(shape.num_out, num_rows)
 
 
 def _packed(kind: str, shape: tuple[int, int], memory: Tensor) -> QuantizedMatrix:
@@ -57,20 +64,27 @@ class Part:
         numbers: the rows, on the device of x.
         activation: of neurons; None: there are none.
         linear: what the products of the device share.
+        mask: sets some neurons to 0; None: none.
     """
 
-    def __init__(self, numbers: Rows, activation: Activation | None, linear: LinearContext) -> None:
+    def __init__(
+        self, numbers: Rows, activation: Activation | None, linear: LinearContext, mask: NeuronMask | None = None
+    ) -> None:
         self.rows = numbers.rows
+        self.numbers = numbers
         self.num_in = numbers.ins[0].shape[1]
         self.num_bytes = numbers.memory.nbytes
-        self._activation = activation
+        self.activation = activation
+        self.mask = mask
         is_joint = numbers.memory.device.type == "cuda"  # one launch; the native CPU product takes several matrices
         self._weights: tuple[Weight, ...] = numbers.ins
         if is_joint and numbers.joint_in is not None:
             self._weights = (numbers.joint_in,)
         self._num_ins = len(numbers.ins)
-        self._biases: tuple[Tensor | None, ...] = (None,) * len(self._weights)
+        self.biases: tuple[Tensor | None, ...] = (None,) * len(self._weights)
         self._out = numbers.out
+        self._linear = linear
+        self.counts: Tensor | None = None  # [n] int32: added to in calls that are counted
         self._multiply_ins = LinearOp(linear)
         self._multiply_out = LinearOp(linear)
 
@@ -78,16 +92,25 @@ class Part:
         """Take the biases of neurons, [N] for each matrix, in the dtype and on the device of x."""
         own = [bias[self.rows.start : self.rows.stop] for bias in biases]
         if own:
-            self._biases = (torch.cat(own),) if len(self._weights) < len(own) else tuple(own)
+            self.biases = (torch.cat(own),) if len(self._weights) < len(own) else tuple(own)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, K] → [T, n] for rows, [T, num_out] for neurons, which is their part of a sum."""
-        inner = self._multiply_ins(x, self._weights, self._biases)
-        if self._out is None or self._activation is None:
+    def __call__(self, x: Tensor, *, is_counted: bool = False) -> Tensor:
+        """x [T, K] → [T, n] for rows, [T, num_out] for neurons, which is their part of a sum.
+
+        Args:
+            is_counted: add to `counts`, if there are any, for how many tokens each neuron is not 0.
+        """
+        inner = self._multiply_ins(x, self._weights, self.biases)
+        if self._out is None or self.activation is None:
             return inner[0]
         if len(inner) < self._num_ins:
             inner = inner[0].chunk(self._num_ins, dim=-1)
-        return self._multiply_out(activate_neurons(inner, self._activation), (self._out,), (None,))[0]
+        neurons = activate_neurons(inner, self.activation, self.mask)
+        if is_counted and self.counts is not None:
+            self.counts.add_(neurons.ne(0).sum(0))
+        if self.numbers.columns is not None:
+            return sum_all(neurons, (self.numbers.columns,), self._linear)
+        return self._multiply_out(neurons, (self._out,), (None,))[0]
 
 
 def join(shape: SiteShape, answers: Sequence[tuple[range, Tensor]], dtype: torch.dtype) -> Tensor:

@@ -173,7 +173,8 @@ class SplitSite:
         lanes = self._lanes
         host = self._levels[lanes.level_of(x.shape[0])]
         answer = lanes.begin_host(host.side, x) if host.side is not None else None
-        products = [(part.rows, part(x)) for part in self._on_gpu]
+        is_counted = answer is not None  # where the CPU counts its own
+        products = [(part.rows, part(x, is_counted=is_counted)) for part in self._on_gpu]
         for streamed in host.streamed:
             lanes.ring.take(streamed.lap, streamed.place)
             products.append((streamed.part.rows, streamed.part(x)))

@@ -7,7 +7,7 @@ DividedWeights.rebind  later: other chunks lie on the GPU, or the CPU multiplies
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ambidex.core.errors import ConfigError
 from ambidex.core.model_spec import Activation
 from ambidex.core.placement import Placement, WeightSizes, WeightSplit
+from ambidex.core.sparsity import NeuronMask
 from ambidex.core.units import MIB
 from ambidex.kernels.linear import LinearContext
 from ambidex.layers.linear import Linear
@@ -24,7 +25,12 @@ from ambidex.layers.mlp import Neurons
 from ambidex.layers.split_matrix import Piece, SplitMatrix
 from ambidex.mlp.cuts import Cuts, SiteShape
 from ambidex.mlp.host_lane import HostSide
+from ambidex.mlp.hot_neurons import NeuronMap
+from ambidex.mlp.neuron_cache import CachedLayer, NeuronCounts
+from ambidex.mlp.neuron_mover import NeuronMover, NeuronPlace
 from ambidex.mlp.parts import Part, Rows
+from ambidex.mlp.screen import Screen
+from ambidex.mlp.sparse_side import SparseContext, SparseSide, find_scattered, lay_out
 from ambidex.mlp.split_site import HostParts, HostPlace, SplitSite, StreamedPart, WeightLanes
 from ambidex.models.base import CausalLM, LinearSite
 from ambidex.models.quantized import count_weights_bytes, names_of_parameters
@@ -82,6 +88,7 @@ def plan_sites(
     chunk_size: int,
     kinds: Mapping[str, str] = _NO_KINDS,
     movable_share: float = 0.0,
+    skips_neurons: bool = False,
 ) -> list[SitePlan]:
     """Cut the rows of every place, in the order of use.
 
@@ -89,6 +96,7 @@ def plan_sites(
         chunk_size: numbers of a chunk in DRAM, at most.
         kinds: GGUF types of matrices that stay as they are stored, by name; those of a place must all be of one.
         movable_share: of the rows on the GPU, that may leave it later.
+        skips_neurons: whether the last matrix of an MLP lies neuron by neuron; quantised ones never do.
     Raises:
         ConfigError: the placement is for another number of layers, or divides a table that is shared.
     """
@@ -102,6 +110,8 @@ def plan_sites(
         site: LinearSite | Neurons, split: WeightSplit, layer_idx: int | None, *, is_before_attention: bool = False
     ) -> None:
         shape = _shape_of(site, of_layers)
+        if skips_neurons and shape.num_out and shape.kind is None:
+            shape = replace(shape, is_neuron_major=True)
         cuts = Cuts.of(shape, split, chunk_size=chunk_size, movable_share=movable_share)
         plans.append(
             SitePlan(site=site, shape=shape, cuts=cuts, layer_idx=layer_idx, is_before_attention=is_before_attention)
@@ -204,6 +214,9 @@ class DividedWeights:
     ) -> None:
         self._plans = plans
         self._device = device
+        self._sparse: SparseContext | None = None
+        self._biases: dict[LinearSite | Neurons, list[Tensor]] = {}
+        self._screens: dict[LinearSite | Neurons, Screen] = {}
         self._linear, self._host_linear, self._dtype = linear, host_linear, dtype
         near = _Arena([(plan.shape, plan.cuts.on_gpu) for plan in plans], dtype, device)
         far = _Arena([(plan.shape, rows) for plan in plans for rows in plan.cuts.chunks], dtype, torch.device("cpu"))
@@ -219,6 +232,7 @@ class DividedWeights:
         self._near: list[list[Tensor]] = [[] for _ in plans]  # of each place's first chunks, on the accelerator
         self._num_on_cpu = [len(plan.cuts.on_cpu) for plan in plans]
         self._sides: list[list[Part]] = []
+        self._own: list[Part | None] = []
         num_slots, slot_bytes = _ring_of(plans, sizes, dtype.itemsize)
         self.ring = WeightRing(num_slots, slot_bytes, device=device, clock=clock)
         self.matrices: dict[str, SplitMatrix] = {}
@@ -229,17 +243,37 @@ class DividedWeights:
                 layer.weight = matrix
                 self.matrices[f"{names[layer]}.weight"] = matrix
 
-    def bind(self, lanes: WeightLanes) -> None:
-        """Let each place compute with its parts; the weights and biases are filled."""
+    def bind(
+        self, lanes: WeightLanes, sparse: SparseContext | None = None, *, counts_neurons: bool = False
+    ) -> dict[int, CachedLayer]:
+        """Let each place compute with its parts; the weights and biases are filled.
+
+        Args:
+            sparse: what the CPU's parts of MLPs share that leave out neurons; None: they compute all.
+            counts_neurons: count which neurons are active, where some lie on the accelerator and some with the CPU.
+        Returns:
+            Those MLPs by layer, if they are counted.
+        """
+        self._sparse = sparse
         self._sides = [self._host_parts(plan, host) for plan, host in self._host_rows()]
         self._near = [
             [rows.memory.to(self._device, copy=True) for rows in host[: len(plan.cuts.movable)]]
             for plan, host in self._host_rows()
         ]
-        self._bind(lanes)
+        self._own = [self._part(plan, gpu, None) if len(gpu.rows) else None
+                     for plan, (gpu, _) in zip(self._plans, self._rows, strict=True)]  # fmt: skip
+        cached: dict[int, CachedLayer] = {}
+        if counts_neurons and sparse is not None:
+            sides = [
+                parts[len(plan.cuts.movable) :][: len(plan.cuts.on_cpu)]
+                for plan, parts in zip(self._plans, self._sides, strict=True)
+            ]
+            cached = self._count_neurons(self._own, sides)
+        self._bind(lanes, cached)
+        return cached
 
     def rebind(self, lanes: WeightLanes, near: Sequence[Sequence[Tensor]], num_on_cpu: Sequence[int]) -> None:
-        """Let each place compute with others of its chunks; no step is under way.
+        """Let each place compute with others of its chunks; no step is under way, and no neurons are counted.
 
         Args:
             lanes: with the levels that hold from now on.
@@ -248,7 +282,7 @@ class DividedWeights:
         """
         self._near, self._num_on_cpu = [list(chunks) for chunks in near], list(num_on_cpu)
         lanes.set_levels(lanes.levels[:-1])
-        self._bind(lanes)
+        self._bind(lanes, {})
 
     @property
     def near(self) -> list[list[Tensor]]:
@@ -269,12 +303,12 @@ class DividedWeights:
         """All chunks of a place in DRAM, in the order of their rows."""
         return [rows.memory for rows in self._rows[place][1]]
 
-    def _bind(self, lanes: WeightLanes) -> None:
-        by_level = [self._bind_level(lanes, index, level.cpu_share) for index, level in enumerate(lanes.levels)]
-        for place, (plan, (gpu, host)) in enumerate(zip(self._plans, self._rows, strict=True)):
+    def _bind(self, lanes: WeightLanes, cached: Mapping[int, CachedLayer]) -> None:
+        by_level = [self._bind_level(lanes, idx, level.cpu_share, cached) for idx, level in enumerate(lanes.levels)]
+        for place, (plan, (_, host)) in enumerate(zip(self._plans, self._rows, strict=True)):
             plan.site.stand_in = SplitSite(
                 plan.shape,
-                self._part(plan, gpu, None) if len(gpu.rows) else None,
+                self._own[place],
                 [parts[place] for parts in by_level],
                 lanes,
                 sizes=_answer_sizes(plan.site),
@@ -284,7 +318,36 @@ class DividedWeights:
                 ],
             )
 
-    def _bind_level(self, lanes: WeightLanes, level: int, cpu_share: float) -> list[HostParts]:
+    def _count_neurons(self, near: Sequence[Part | None], sides: Sequence[Sequence[Part]]) -> dict[int, CachedLayer]:
+        """The MLPs whose neurons may change places, with counters that their parts add to."""
+        places = {
+            plan.layer_idx: NeuronPlace(
+                near=own, table=table, rows=rows,
+                biases=[*_neuron_biases(plan.site), *self._host_biases(plan)],
+                screen=self._screens.get(plan.site),
+            )
+            for plan, own, parts in zip(self._plans, near, sides, strict=True)
+            if can_change_places(plan) and own is not None and find_scattered(plan.shape, parts) is None
+            for table, rows in [lay_out(plan.shape, parts)]
+            if plan.layer_idx is not None
+        }  # fmt: skip
+        num_near = sum(place.num_near for place in places.values())
+        counters = torch.zeros(num_near, dtype=torch.int32, device=self.ring.device)
+        cached: dict[int, CachedLayer] = {}
+        start = 0
+        for layer_idx, place in places.items():
+            place.near.counts = counters[start : start + place.num_near]
+            start += place.num_near
+            cached[layer_idx] = CachedLayer(
+                place=place,
+                counts=NeuronCounts(place.near.counts, place.num_far),
+                neurons=NeuronMap(range(place.num_near), range(place.num_near, place.num_near + place.num_far)),
+            )
+        return cached
+
+    def _bind_level(
+        self, lanes: WeightLanes, level: int, cpu_share: float, cached: Mapping[int, CachedLayer]
+    ) -> list[HostParts]:
         """What becomes of each place's rows in DRAM if the CPU multiplies a share of its chunks."""
         num_on_cpu = _share_out(self._num_on_cpu, cpu_share)
         away = [host[len(near) :] for near, (_, host) in zip(self._near, self._host_rows(), strict=True)]
@@ -295,7 +358,8 @@ class DividedWeights:
         made: list[HostParts] = []
         first = 0
         for plan, parts, num, host in zip(self._plans, sides, num_on_cpu, travelling, strict=True):
-            side = HostSide(plan.shape, parts[:num]) if num else None
+            counted = cached.get(plan.layer_idx) if plan.layer_idx is not None else None
+            side = self._make_side(plan, parts[:num], counted) if num else None
             made.append(HostParts(side=side, streamed=self._streamed(plan, host, lap, first)))
             first += len(host)
             if side is not None:
@@ -304,6 +368,34 @@ class DividedWeights:
                     HostPlace(side=side, layer_idx=plan.layer_idx, is_before_attention=plan.is_before_attention),
                 )
         return made
+
+    def _make_side(self, plan: SitePlan, parts: Sequence[Part], counted: CachedLayer | None) -> HostSide:
+        if self._sparse is not None and is_sparse(plan.shape, parts):
+            counts = None if counted is None else counted.counts
+            return SparseSide(plan.shape, parts, self._sparse, counts, self._screens.get(plan.site))
+        return HostSide(plan.shape, parts)
+
+    def make_screens(self) -> None:
+        """Copy the first rows of the CPU's parts of MLPs in 8 bits; the weights are filled.
+
+        Cost: reads them once, and writes a half.
+        """
+        for plan, host in self._host_rows():
+            parts = self._host_parts(plan, host[: len(plan.cuts.on_cpu)])
+            if parts and is_sparse(plan.shape, parts) and Screen.refusal(plan.shape.num_in) is None:
+                weights = [part.numbers.ins[0] for part in parts]
+                self._screens[plan.site] = Screen(
+                    [rows for rows in weights if isinstance(rows, Tensor)], self._host_linear
+                )
+
+    def host_neurons(self) -> list[tuple[SiteShape, list[Part], Screen | None]]:
+        """The CPU's parts of each MLP whose neurons can be left out, for measurements: the weights are filled."""
+        found = [
+            (plan.shape, self._host_parts(plan, host[: len(plan.cuts.on_cpu)]), self._screens.get(plan.site))
+            for plan, host in self._host_rows()
+            if plan.shape.is_neuron_major and plan.cuts.on_cpu
+        ]
+        return [(shape, parts, screen) for shape, parts, screen in found if is_sparse(shape, parts)]
 
     def host_parts(self) -> list[Part]:
         """Parts that the CPU multiplies, of one place after the other, for measurements: the weights are filled."""
@@ -329,16 +421,62 @@ class DividedWeights:
     def _part(self, plan: SitePlan, rows: Rows, memory: Tensor | None) -> Part:
         """A part on the accelerator, with its numbers elsewhere than in DRAM if `memory` is given."""
         numbers = rows if memory is None else Rows(plan.shape, rows.rows, memory, self._dtype)
-        part = Part(numbers, _activation_of(plan.site), self._linear)
+        part = Part(numbers, _activation_of(plan.site), self._linear, _mask_of(plan.site))
         part.bind(_neuron_biases(plan.site))
         return part
 
     def _host_parts(self, plan: SitePlan, host: Sequence[Rows]) -> list[Part]:
-        parts = [Part(rows, _activation_of(plan.site), self._host_linear) for rows in host]
-        biases = [bias.to("cpu", torch.float32) for bias in _neuron_biases(plan.site)]
+        parts = [Part(rows, _activation_of(plan.site), self._host_linear, _mask_of(plan.site)) for rows in host]
         for part in parts:
-            part.bind(biases)
+            part.bind(self._host_biases(plan))
         return parts
+
+    def _host_biases(self, plan: SitePlan) -> list[Tensor]:
+        """The biases before the activation as the CPU adds them: one copy, which all parts see; they are filled."""
+        if plan.site not in self._biases:
+            self._biases[plan.site] = [bias.to("cpu", torch.float32, copy=True) for bias in _neuron_biases(plan.site)]
+        return self._biases[plan.site]
+
+
+def is_sparse(shape: SiteShape, parts: Sequence[Part]) -> bool:
+    """Whether neurons of the CPU's parts of a place can be left out."""
+    return shape.is_neuron_major and find_scattered(shape, parts) is None
+
+
+def count_screens(plans: Sequence[SitePlan]) -> int:
+    """Bytes of the 8-bit copies that `make_screens` makes, at most."""
+    return sum(
+        Screen.num_bytes(len(rows), plan.shape.num_in)
+        for plan in plans
+        for rows in plan.cuts.on_cpu
+        if plan.shape.is_neuron_major and Screen.refusal(plan.shape.num_in) is None
+    )
+
+
+def can_change_places(plan: SitePlan) -> bool:
+    """Whether neurons of a place lie on the accelerator and with the CPU, and biases can follow them."""
+    has_bias = bool(_neuron_biases(plan.site))
+    return (
+        plan.shape.is_neuron_major
+        and len(plan.cuts.on_gpu) > 0
+        and len(plan.cuts.on_cpu) > 0
+        and not (has_bias and plan.shape.num_ins > 1)  # several biases may be copied into one vector
+    )
+
+
+def most_moved_pairs(plans: Sequence[SitePlan], num_bytes: int, number_bytes: int) -> tuple[int, int]:
+    """Pairs of neurons that change places at a time within a budget, at least one, and the bytes of their buffers."""
+    moving = [plan for plan in plans if can_change_places(plan)]
+    if not moving:
+        return 0, 0
+    neuron_bytes = moving[0].shape.num_bytes(1, number_bytes)
+    most = min(max(len(plan.cuts.on_gpu) for plan in moving), max(_num_on_cpu(plan) for plan in moving))
+    pairs = max(1, min(most, num_bytes // NeuronMover.buffer_bytes(neuron_bytes, 1)))
+    return pairs, NeuronMover.buffer_bytes(neuron_bytes, pairs)
+
+
+def _num_on_cpu(plan: SitePlan) -> int:
+    return sum(len(rows) for rows in plan.cuts.on_cpu)
 
 
 def _share_out(counts: Sequence[int], share: float) -> list[int]:
@@ -414,6 +552,10 @@ def _answer_sizes(site: LinearSite | Neurons) -> list[int]:
 
 def _activation_of(site: LinearSite | Neurons) -> Activation | None:
     return site.activation if isinstance(site, Neurons) else None
+
+
+def _mask_of(site: LinearSite | Neurons) -> NeuronMask | None:
+    return site.mask if isinstance(site, Neurons) else None
 
 
 def _neuron_biases(site: LinearSite | Neurons) -> list[Tensor]:

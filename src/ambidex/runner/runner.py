@@ -86,6 +86,7 @@ class ModelRunner:
         tracer: is told the sections of each step.
         device_clock: tells what the device did meanwhile; None: nobody does.
         bounded: the bounded policy in its native form, which is told what each step writes.
+        before_step: called before each step, when the CPU has no part in one; None: nothing is.
     """
 
     def __init__(
@@ -102,8 +103,9 @@ class ModelRunner:
         tracer: Tracer | None = None,
         device_clock: CudaClock | None = None,
         bounded: BoundedScan | None = None,
+        before_step: Callable[[], None] | None = None,
     ) -> None:
-        self._model = model
+        self.model = model
         self._attention = attention
         self._selective = attention if isinstance(attention, SelectiveAttention) else None
         self._sampler = sampler
@@ -115,6 +117,7 @@ class ModelRunner:
         self._tracer = tracer or NullTracer()
         self._device_clock = device_clock
         self._bounded = bounded
+        self._before_step = before_step
         self._last_end = 0.0  # of the last step that was launched; `time.perf_counter` seconds
 
     @torch.inference_mode()
@@ -127,6 +130,9 @@ class ModelRunner:
         if self._device_clock is not None:
             self._device_clock.begin_step()
         clock = SectionClock(self._tracer)
+        if self._before_step is not None:
+            self._before_step()
+            clock.lap("neurons")
         for request_id in plan.finished_requests:
             self._sampler.forget(request_id)
             if self._selective is not None:
@@ -182,7 +188,8 @@ class ModelRunner:
 
         That is where the likeliest token of each request is its next one, and the step is one launch.
         """
-        if self.decode_steps is None or not plan.requests or plan.moves or plan.new_requests:
+        is_plain = plan.requests and not plan.moves and not plan.new_requests
+        if self.decode_steps is None or not is_plain or self._before_step is not None:
             return None
         ids = [request.request_id for request in plan.requests]
         if not all(request.is_sampled for request in plan.requests) or not self._sampler.takes_likeliest(ids):
@@ -219,11 +226,11 @@ class ModelRunner:
         batch = InputBatch.of(plan.requests, self._device)
         self._attention.begin(plan.requests)
         clock.lap("prepare")
-        hidden = self._forward(self._model, batch, self._attention)  # [T, E]
+        hidden = self._forward(self.model, batch, self._attention)  # [T, E]
         if not batch.sampled_ids:
             clock.lap("forward")
             return _Computed(lane_bytes=self._attention.lane_bytes, selection=self._selection())
-        logits = self._model.logits(hidden[batch.sampled_rows])  # [B, V] fp32
+        logits = self.model.logits(hidden[batch.sampled_rows])  # [B, V] fp32
         clock.lap("forward")
         tokens, failures = self._sampler.sample(logits, batch.sampled_ids, batch.allowed_tokens)
         clock.lap("sample")

@@ -20,6 +20,8 @@ class Entry:
     """Names of its full blocks; None: there is no prefix cache."""
     is_announced: bool = False
     """The executor has been told of it."""
+    is_restored: bool = False
+    """What lies on disk of its prefix has been asked for, since it last waited."""
     max_chunk: int | None = None
     """Most tokens that a step computes of it, once the accelerator had no memory for more."""
 

@@ -19,11 +19,13 @@ one more plan before the last one has come back, if nothing but its tokens is mi
 import hashlib
 import logging
 from collections import deque
+from collections.abc import Callable
 
 from ambidex.core.errors import ContextLengthError, InternalError, RequestError
 from ambidex.core.ids import RequestId
 from ambidex.core.request import FinishReason, Request, RequestStatus
 from ambidex.core.step import BlockMove, NewRequest, SampledToken, ScheduledRequest, StepPlan, StepResult
+from ambidex.kv.block_keys import BlockKeys
 from ambidex.kv.lease import KVLease
 from ambidex.kv.manager import KVManager, PrefixHit
 from ambidex.kv.prefix_cache import PrefixCacheStats
@@ -37,6 +39,8 @@ from ambidex.sched.queue import RequestQueues
 
 logger = logging.getLogger(__name__)
 
+Restore = Callable[[Request, BlockKeys, PrefixHit], bool]
+
 
 class Scheduler:
     """Continuous batching over a `KVManager`.
@@ -47,6 +51,8 @@ class Scheduler:
         max_context_len: prompt and answer of a request together, in tokens, whatever the request allows.
         seed: from it and the order of arrival follow the seeds of requests that bring none.
         feedback: steers the policy that chooses keys; None: nobody does.
+        restore: brings more of a request's prefix into the prefix cache than was found there, if it can; None: nobody
+            does.
     """
 
     def __init__(
@@ -58,9 +64,11 @@ class Scheduler:
         max_context_len: int,
         seed: int = 0,
         feedback: SelectionFeedback | None = None,
+        restore: Restore | None = None,
     ) -> None:
         self._kv = kv
         self._feedback = feedback
+        self._restore = restore
         self._max_tokens_per_step = max_tokens_per_step
         self._max_running_requests = max_running_requests
         self._max_context_len = max_context_len
@@ -260,6 +268,10 @@ class Scheduler:
                 continue
             if decision is not Admission.ADMIT:
                 return
+            if self._restore is not None and entry.keys is not None and not entry.is_restored:
+                entry.is_restored = True
+                if self._restore(entry.request, entry.keys, prefix):
+                    continue  # look again: more of it is there now
             entry.lease = self._kv.open(entry.request_id, prefix)
             self._queues.start(entry)
             self._skip(entry, prefix.num_tokens)
@@ -340,6 +352,7 @@ class Scheduler:
     def _preempt(self, entry: Entry) -> None:
         self._queues.requeue(entry)
         self._release(entry)
+        entry.is_restored = False
         entry.request.num_computed_tokens = 0
         entry.request.num_preemptions += 1
         self._num_preemptions += 1

@@ -108,6 +108,7 @@ class Answer:
         self._service = service
         self._metrics = metrics
         self._choices = [_Choice(request) for request in requests]
+        self._num_unfinished = len(self._choices)
         self._leave: list[Callable[[], None]] = []
         self._news = _News()
         self._error: AmbidexError | None = None
@@ -119,7 +120,7 @@ class Answer:
     @property
     def is_finished(self) -> bool:
         """Every choice has ended and been read."""
-        return all(choice.is_finished for choice in self._choices)
+        return self._num_unfinished == 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -172,7 +173,9 @@ class Answer:
                     output, choice.held = replace(output, delta=choice.held + output.delta), ""
                 if output.finish_reason is FinishReason.ERROR:
                     raise RequestFailedError(output.error or "the engine gave no reason")
-                choice.is_finished = output.is_finished
+                if output.finish_reason is not None and not choice.is_finished:
+                    choice.is_finished = True
+                    self._num_unfinished -= 1
                 news.append((idx, output))
             if news:
                 self._has_shown = self._is_stream

@@ -75,16 +75,19 @@ class Generation:
         try:
             for idx in range(self.num_choices):
                 for choice in self.writer.begin(idx):
-                    yield first.event([choice])
+                    yield first.event(choice)
             while not self.answer.is_finished:
                 news = await self.answer.next(self.ping_s or None)
                 if not news:
                     done, total = await self.answer.progress()
                     yield comment(f"{done} of {total} prompt tokens are computed" if done < total else "ping")
-                last.update(news)
-                events = [frame.event([choice]) for idx, output in news for choice in self.writer.advance(idx, output)]
+                events = b""
+                for idx, output in news:
+                    last[idx] = output
+                    for choice in self.writer.advance(idx, output):
+                        events += frame.event(choice)
                 if events:
-                    yield b"".join(events)
+                    yield events
             if self.has_usage:
                 outputs = [last[idx] for idx in range(self.num_choices)]
                 yield event(self._head() | {"choices": [], "usage": self._usage(outputs)})

@@ -217,6 +217,10 @@ class Handlers:
                 "num_computed_tokens": stats.num_computed_tokens,
                 "num_evicted_blocks": stats.num_evicted_blocks,
                 "num_cache_mismatches": stats.num_cache_mismatches,
+                "saved_bytes": stats.saved_bytes,
+                "num_saved_blocks": stats.num_saved_blocks,
+                "num_restored_tokens": stats.num_restored_tokens,
+                "num_refused_files": stats.num_refused_files,
             }
         )
 

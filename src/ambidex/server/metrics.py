@@ -104,6 +104,7 @@ class _EngineCollector(Collector):
             for tier, size in values.items():
                 gauge.add_metric((tier,), size)
             yield gauge
+        yield GaugeMetricFamily("ambidex_session_saved_bytes", "KV of sessions on disk", value=stats.saved_bytes)
         lanes = CounterMetricFamily("ambidex_lane_read_bytes", "KV that a lane's attention has read", labels=("lane",))
         for lane, size in stats.lane_bytes.items():
             lanes.add_metric((lane,), size)
@@ -118,12 +119,27 @@ class _EngineCollector(Collector):
         for kind in Fallback:
             fallbacks.add_metric((kind,), stats.fallbacks[kind])
         yield fallbacks
+        if stats.neurons is not None:
+            neurons = stats.neurons
+            cache = neurons.cache
+            for name, text, count in (
+                ("neurons", "neurons of MLPs in DRAM, once a token", neurons.num_neurons),
+                ("active_neurons", "those that a token needed", neurons.num_active),
+                ("neuron_cache_lookups", "active neurons, once a token", cache.num_active if cache else 0),
+                ("neuron_cache_hits", "those that lay on the accelerator", cache.num_hits if cache else 0),
+                ("moved_neuron_bytes", "neurons that changed places, both ways", cache.moved_bytes if cache else 0),
+                ("failed_neuron_moves", "moves that failed", cache.num_failed_moves if cache else 0),
+            ):
+                yield CounterMetricFamily(f"ambidex_{name}", text, value=count)
         for name, text, count in (
             ("steps", "steps of the engine", stats.num_steps),
             ("computed_tokens", "tokens computed, prompts included", stats.num_computed_tokens),
             ("output_tokens", "tokens sampled", stats.num_output_tokens),
             ("cached_tokens", "tokens of prompts that the prefix cache had", stats.num_cached_tokens),
             ("evicted_blocks", "blocks that had to leave the prefix cache", stats.num_evicted_blocks),
+            ("restored_tokens", "tokens of prompts that were read from saved sessions", stats.num_restored_tokens),
+            ("refused_session_files", "files of saved sessions that were not used", stats.num_refused_files),
+            ("failed_session_saves", "blocks of sessions that could not be written", stats.num_failed_saves),
             ("cache_mismatches", "cached blocks with other tokens than their name says", stats.num_cache_mismatches),
             ("preemptions", "requests that yielded their blocks", stats.num_preemptions),
             ("block_moves", "blocks copied between tiers", stats.num_moves),

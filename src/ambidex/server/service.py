@@ -184,9 +184,7 @@ class EngineService:
             return False
         self._state, self.error = EngineState.READY, None  # what ended an engine before is mended
         logger.info("the model is ready after %.1f s", time.monotonic() - self._starts[-1])
-        while llm.fault is None:
-            await asyncio.sleep(POLL_S)
-        self.error = llm.fault
+        self.error = await llm.ended()
         return True
 
     async def _begin_restart(self) -> bool:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -41,9 +41,9 @@ class ChunkFrame:
         self._head = b"data: " + _encode(before)[:-1] + b',"choices":['
         self._tail = b"]" + (b"," if after else b"") + _encode(after)[1:] + b"\n\n"
 
-    def event(self, choices: Sequence[Mapping[str, Any]]) -> bytes:
-        """One event."""
-        return self._head + b",".join(map(_encode, choices)) + self._tail
+    def event(self, choice: Mapping[str, Any]) -> bytes:
+        """One event, of one choice."""
+        return self._head + _encode(choice) + self._tail
 
 
 def comment(text: str) -> bytes:

@@ -34,6 +34,7 @@ class WeightRing:
         self, num_slots: int, slot_bytes: int, *, device: torch.device, clock: LaneClock | None = None
     ) -> None:
         self._clock = clock or LaneClock()
+        self.device = device
         self.slots = tuple(torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(num_slots))
         self._arrived = [Mark(device) for _ in range(num_slots)]
         self._used = [Mark(device) for _ in range(num_slots)]

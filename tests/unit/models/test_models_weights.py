@@ -280,6 +280,18 @@ def test_dummy_when_made_has_the_stated_spread_and_norms_of_one() -> None:
             assert parameter.std().item() == pytest.approx(0.02, rel=0.2), name
 
 
+def test_dummy_scores_spread_by_four_before_rotation() -> None:
+    wide = {**CONFIG, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    model = make_dummy(7, wide)
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))  # rms 1, as behind a norm
+    q, k = (
+        (x @ model.get_parameter(name).T).view(64, 8, 64).transpose(0, 1)
+        for name in (Q_PROJ, Q_PROJ.replace("q_proj", "k_proj"))
+    )
+    scores = q @ k.transpose(1, 2) / 64**0.5
+    assert scores.std().item() == pytest.approx(4.0, rel=0.1)
+
+
 def test_dummy_when_parameters_are_meta_makes_them() -> None:
     model = Tied()
     make_dummy_weights(model, seed=0, device=CPU, dtype=torch.float16)

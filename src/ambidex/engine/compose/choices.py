@@ -18,11 +18,13 @@ from ambidex.core.kv_spec import KVOrder, StreamBuffers
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.placement import Placement
 from ambidex.core.policy import PolicyName, resolve_policy
+from ambidex.core.sparsity import OFF, NeuronCache, SparsityKind
 from ambidex.core.step import make_buckets
 from ambidex.core.units import format_size
 from ambidex.cost.weights import DIVIDED_ON_CPU, DIVIDED_ON_GPU, PLAIN, WHOLE_ON_CPU, Residence
 from ambidex.engine.auto_placement import AUTO, AutoPlacement, Budgets, solve_weights
 from ambidex.engine.bounded_form import BoundedForm, choose_bounded_form
+from ambidex.engine.compose.sparsity import SparsityChoice, choose_sparsity
 from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
 from ambidex.engine.memory import (
     FixedBytes,
@@ -54,12 +56,15 @@ from ambidex.kernels.cpu.native import ThreadPool
 from ambidex.kernels.dispatch import choose
 from ambidex.kernels.reference.quantized import RECORD_BYTES as GPU_KINDS
 from ambidex.layers.linear import Linear
+from ambidex.models.base import CausalLM
 from ambidex.models.divided import (
     ALIGNMENT_BYTES,
     DividedBytes,
     RingSizes,
     count_bytes,
+    count_screens,
     measure_weights,
+    most_moved_pairs,
     plan_sites,
 )
 from ambidex.models.quantized import count_weights_bytes, find_kept
@@ -74,6 +79,10 @@ torch do between two native calls of a decode step."""
 
 LANE_SPIN_US: Final = 2000
 """The same beside a GPU: longer than its part of a layer, so that no layer begins with waking threads."""
+
+
+SPARSE_SPIN_US: Final = 50
+"""The same where neurons are left out: torch's threads gather rows between native calls, on the same cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +103,7 @@ class Choices:
     bounded: BoundedForm
     stream: StreamBuffers | None
     weights: "WeightChoices"
+    sparsity: SparsityChoice | None
     memory: MemoryPlan
 
 
@@ -111,6 +121,8 @@ class WeightChoices:
     """What was solved, if it was."""
     movable_share: float = 0.0
     """Of what lies on the accelerator, that may leave it while the engine runs."""
+    moved_pairs: int = 0
+    """Pairs of neurons that change places at a time; 0: none can."""
 
 
 def default_num_threads(device: torch.device) -> int:
@@ -133,7 +145,8 @@ def make_choices(
     device = choose_device(config.device)
     is_cuda = device.type == "cuda"
     num_threads = config.num_threads or default_num_threads(device)
-    threads = make_threads(num_threads, spin_us=LANE_SPIN_US if is_cuda else CPU_SPIN_US)
+    lane_spin_us = LANE_SPIN_US if config.mlp_sparsity == OFF else SPARSE_SPIN_US
+    threads = make_threads(num_threads, spin_us=lane_spin_us if is_cuda else CPU_SPIN_US)
     dtype, dtype_why = choose_dtype(
         config.dtype,
         checkpoint=spec.dtype,
@@ -144,7 +157,16 @@ def make_choices(
     keeps = config.load_format is not LoadFormat.DUMMY and keeps_quantized(
         config.dtype, is_quantized=spec.is_quantized, device=device, has_native=threads is not None
     )
+    skeleton = build_model(
+        spec,
+        device=torch.device("meta"),
+        dtype=TORCH_DTYPES[dtype],
+        activation_dtype=TORCH_DTYPES[activation_dtype(dtype, device)],
+    )
+    sparsity = choose_sparsity(config, spec, source, skeleton)
     form, form_why = (decode_form, "asked for") if decode_form else _choose_decode_form(config, spec, device, threads)
+    if sparsity is not None and form is DecodeForm.PROGRAM:
+        form, form_why = DecodeForm.ORDINARY, "which neurons are skipped is known only in the step"
     has_row_ops = is_cuda or form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
     kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
     bounded = choose_bounded_form(config, kv.specs, why_ordinary=form_why if form is DecodeForm.ORDINARY else None)
@@ -170,10 +192,12 @@ def make_choices(
     buckets = decode_buckets(config) if form is DecodeForm.CAPTURED else ()
     fixed = fixed_bytes(config, spec, activations=activations, graph_buckets=buckets, stream=stream)
     weights = _choose_weights(
-        config, spec, dtype, device, kv, keeps_quantized=keeps, free=free, fixed=fixed, ring=weight_ring,
+        config, spec, skeleton, dtype, device, kv, keeps_quantized=keeps, free=free, fixed=fixed, ring=weight_ring,
         profile=profile,
         dummy_kind=dummy_kind,
         stream_blocks=stream.step_blocks if stream is not None else 0,
+        skips_neurons=sparsity is not None,
+        screens_rows=sparsity is not None and sparsity.sparsity.kind is SparsityKind.RELU_SCREENED,
     )  # fmt: skip
     if weights.placement is not None:
         check_placement(config, looks_ahead=Need.LOOK_AHEAD in policy.needs, placement=weights.placement)
@@ -192,6 +216,7 @@ def make_choices(
         bounded=bounded,
         stream=stream,
         weights=weights,
+        sparsity=sparsity,
         memory=plan_memory(
             config,
             spec,
@@ -207,6 +232,7 @@ def make_choices(
 def _choose_weights(
     config: EngineConfig,
     spec: ModelSpec,
+    skeleton: CausalLM,
     dtype: DType,
     device: torch.device,
     kv: KVFormat,
@@ -218,18 +244,18 @@ def _choose_weights(
     profile: HardwareProfile | None,
     dummy_kind: str | None,
     stream_blocks: int,
+    skips_neurons: bool,
+    screens_rows: bool,
 ) -> WeightChoices:
     """Where weights lie: as a file or the solver says, or what fits on the accelerator there and the rest in DRAM.
 
+    Args:
+        screens_rows: whether it has 8-bit copies of first rows.
+        skips_neurons: whether the CPU leaves out neurons; then all that lies in DRAM is its part, of which the rates
+            that are measured at start give some to the link.
     Raises:
         ConfigError: the file cannot be used, or what cannot be divided does not fit.
     """
-    skeleton = build_model(
-        spec,
-        device=torch.device("meta"),
-        dtype=TORCH_DTYPES[dtype],
-        activation_dtype=TORCH_DTYPES[activation_dtype(dtype, device)],
-    )
     as_stored = find_kept(spec) if keeps_quantized else {}
     kinds = as_stored if device.type == "cpu" else _find_kinds_for_gpu(config, spec)
     if dummy_kind is not None:
@@ -273,10 +299,12 @@ def _choose_weights(
         if wanted is None or wanted >= total:
             return WeightChoices(placement=None, why="they fit", ring=ring, bytes=WeightBytes(on_gpu=total))
         sizes = measure_weights(skeleton, dtype.num_bytes, kinds=kinds, whole_kinds=as_stored)
-        share = STREAMED_SHARE if device.type == "cuda" else 0.0
+        share = STREAMED_SHARE if device.type == "cuda" and not skips_neurons else 0.0
         in_dram = fill_placement(sizes, 0, streamed_share=share)
         nothing = plan_sites(skeleton, in_dram, chunk_size=chunk_size, kinds=kinds)
         least = sizes.whole + count_bytes(nothing, ring, dtype.num_bytes).ring + ALIGNMENT_BYTES * len(nothing)
+        if config.neuron_cache is not NeuronCache.OFF:
+            least += config.neuron_move_memory
         if wanted < least:
             raise ConfigError(
                 f"`weights_gpu_memory` {format_size(wanted)} ({why}) is too small: embedding, norms and buffers for "
@@ -285,19 +313,35 @@ def _choose_weights(
         placement = fill_placement(sizes, wanted - least, streamed_share=share)
     movable = MOVABLE_SHARE if config.tune_weights else 0.0
     sizes = measure_weights(skeleton, dtype.num_bytes, kinds=kinds, whole_kinds=as_stored)
-    plans = plan_sites(skeleton, placement, chunk_size=chunk_size, kinds=kinds, movable_share=movable)
+    plans = plan_sites(
+        skeleton,
+        placement,
+        chunk_size=chunk_size,
+        kinds=kinds,
+        movable_share=movable,
+        skips_neurons=skips_neurons,
+    )
     parts = count_bytes(plans, ring, dtype.num_bytes)
+    screens = count_screens(plans) if screens_rows else 0
+    pairs, moving = 0, 0
+    if config.neuron_cache is not NeuronCache.OFF:
+        pairs, moving = most_moved_pairs(plans, config.neuron_move_memory, dtype.num_bytes)
     return WeightChoices(
         placement=placement,
         why=why,
         ring=ring,
         bytes=WeightBytes(
-            on_gpu=sizes.whole + parts.on_gpu, in_dram=parts.on_cpu + parts.streamed + parts.movable, ring=parts.ring
+            on_gpu=sizes.whole + parts.on_gpu,
+            in_dram=parts.on_cpu + parts.streamed + parts.movable,
+            screens=screens,
+            ring=parts.ring,
+            moving=moving,
         ),
         movable_share=movable,
         parts=parts,
         kinds=kinds,
         auto=auto,
+        moved_pairs=pairs,
     )
 
 

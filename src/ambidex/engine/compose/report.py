@@ -6,6 +6,7 @@ from ambidex.core.config import EngineConfig
 from ambidex.core.errors import NativeModuleError
 from ambidex.core.ids import Tier
 from ambidex.engine.compose.choices import Choices
+from ambidex.engine.compose.sparsity import cache_rows, sparsity_rows
 from ambidex.engine.compose.weights import Divided
 from ambidex.engine.fallbacks import Fallbacks, note_kernels, note_memory, note_native, note_threads
 from ambidex.engine.policy_report import policy_rows
@@ -89,6 +90,7 @@ def describe(
     fallbacks: Fallbacks,
 ) -> EngineReport:
     is_cuda = choices.device.type == "cuda"
+    sparse = None if divided is None else divided.sparse
     return make_report(
         config,
         model_name=choices.source.name,
@@ -98,6 +100,16 @@ def describe(
             ReportRow(section="compute", name="dtype", value=choices.dtype.value, why=choices.dtype_why),
             _weights_row(choices),
             *_placement_rows(choices, divided),
+            *sparsity_rows(
+                choices.sparsity,
+                None if sparse is None else sparse.costs,
+                None if sparse is None else sparse.screen_costs,
+            ),
+            *cache_rows(
+                config,
+                None if divided is None else divided.cache,
+                has_profile=choices.sparsity is not None and choices.sparsity.profile is not None,
+            ),
             *(choices.weights.auto.rows() if choices.weights.auto is not None else ()),
             ReportRow(section="compute", name="threads", value=str(choices.num_threads)),
             ReportRow(section="compute", name="decode", value=choices.decode_form.value, why=choices.decode_form_why),

@@ -10,7 +10,7 @@ from ambidex.core.config import EngineConfig
 from ambidex.core.ids import Tier
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.regions import Regions
-from ambidex.engine.compose.choices import Choices, make_choices
+from ambidex.engine.compose.choices import make_choices
 from ambidex.engine.compose.parts import (
     choose_stream_share,
     make_attention,
@@ -22,6 +22,7 @@ from ambidex.engine.compose.parts import (
     with_policy,
 )
 from ambidex.engine.compose.report import collect_fallbacks, describe
+from ambidex.engine.compose.sessions import find_identity, make_sessions
 from ambidex.engine.compose.weights import Progress, load_model
 from ambidex.engine.core import EngineCore
 from ambidex.engine.engine import Engine
@@ -34,6 +35,7 @@ from ambidex.hw.profile import HardwareProfile
 from ambidex.kv.manager import KVManager
 from ambidex.kv.prefix_cache import PrefixCacheLimits
 from ambidex.mlp.split_site import Level
+from ambidex.models.base import CausalLM
 from ambidex.models.divided import (
     RingSizes,
 )
@@ -72,6 +74,7 @@ def build_engine(
     copy_weights: CopyChunk = copy_chunk,
     profile: HardwareProfile | None = None,
     dummy_kind: str | None = None,
+    shape_dummy: Callable[[CausalLM], None] | None = None,
 ) -> Engine:
     """Load a model and make it ready to answer.
 
@@ -90,6 +93,7 @@ def build_engine(
         copy_weights: how a chunk of weights comes to the accelerator while the engine runs; a test hands in one that
             fails.
         dummy_kind: GGUF type, one that a GPU multiplies, of the divided matrices of dummy weights; None: plain numbers.
+        shape_dummy: called with a model of dummy weights, whose biases and norms it may change.
         profile: of the machine, for `placement` auto; None: the one that `ambidex calibrate` wrote.
     Raises:
         ConfigError, ModelError: the settings or the model cannot be used.
@@ -108,16 +112,24 @@ def build_engine(
     eos_ids = _eos_ids(choices.spec, tokenizer)
     torch.set_num_threads(choices.num_threads)
     clock = LaneClock() if config.tune_weights else None
-    model, divided = load_model(config, choices, progress, host_memory, cpu_levels, clock)
+    model, divided = load_model(config, choices, progress, host_memory, cpu_levels, clock, shape_dummy)
     pools = make_pools(choices, host_memory)
     fallbacks = collect_fallbacks(choices, pools, None if divided is None else divided.weights)
+    identity = find_identity(config, choices)
     kv_manager = KVManager(
         choices.memory.num_blocks,
         Regions(
             block_size=config.block_size, num_sink_tokens=config.num_sink_tokens, recent_window=config.recent_window
         ),
-        PrefixCacheLimits(max_idle_percent=config.prefix_cache_percent or 0, identity=_cache_identity(choices)),
+        PrefixCacheLimits(
+            max_idle_percent=config.prefix_cache_percent or 0,
+            identity=identity.text,
+            is_saved=config.session_dir is not None,
+        ),
     )
+    checksums = BlockChecksums(pools[Tier.DRAM]) if config.verify else None
+    copy = copy if checksums is None else VerifiedCopy(copy, checksums)
+    sessions = make_sessions(config, identity, pools, copy, kv_manager, lambda: core.stats)
     scheduler = Scheduler(
         kv_manager,
         max_tokens_per_step=config.max_tokens_per_step,
@@ -125,16 +137,16 @@ def build_engine(
         max_context_len=choices.memory.max_context_len,
         seed=config.seed,
         feedback=make_feedback(config, choices.memory.max_context_len),
+        restore=sessions.restore if sessions is not None else None,
     )
     stream_share, stream_why = choose_stream_share(config, choices, pools)
     bounded = make_bounded(config, choices, pools, min_scanned)
-    checksums = BlockChecksums(pools[Tier.DRAM]) if config.verify else None
     decode_steps = make_decode_steps(
         config, choices, model, pools, forward, stream_share, capture, divided, bounded, clock
     )
     tuner = make_tuner(config, choices, divided, decode_steps, stream_share=stream_share, copy=copy_weights)
     after_step = tuner.after_step if tuner is not None else None
-    trace = trace_lanes(tracer, choices.device, copy if checksums is None else VerifiedCopy(copy, checksums))
+    trace = trace_lanes(tracer, choices.device, copy)
     runner = ModelRunner(
         model=model,
         attention=with_policy(config, choices, model, make_attention(choices, pools, min_streamed, trace)),
@@ -149,6 +161,7 @@ def build_engine(
         tracer=tracer,
         device_clock=trace.device_clock,
         bounded=bounded,
+        before_step=None if divided is None or divided.cache is None else divided.cache.before_step,
     )
 
     def kv_bytes() -> dict[Tier, int]:
@@ -207,14 +220,11 @@ def build_engine(
             tier: sum(entry.num_bytes for entry in choices.memory.ledger.entries(tier) if entry.owner == "weights")
             for tier in pools
         },
+        sessions=sessions,
+        neuron_figures=None if divided is None else divided.neuron_figures,
         predict_step=choices.weights.auto.predict_step_s if choices.weights.auto is not None else None,
         tuner=tuner,
     )
-
-
-def _cache_identity(choices: Choices) -> str:
-    """All that K and V depend on beside the tokens, as text."""
-    return repr((choices.source.name, choices.spec, choices.dtype, sorted(choices.kv.specs.items())))
 
 
 def _eos_ids(spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:

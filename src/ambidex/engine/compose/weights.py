@@ -1,16 +1,24 @@
 """The model with its weights, where they belong; and, where they are divided, who computes with them."""
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from ambidex.core.config import EngineConfig, LoadFormat
+from ambidex.core.sparsity import NeuronCache as CacheChoice
+from ambidex.core.sparsity import NeuronFigures, SparsityKind
 from ambidex.engine.compose.choices import Choices
+from ambidex.engine.compose.sparsity import set_masks
 from ambidex.kernels.linear import LinearContext
 from ambidex.mlp.host_lane import HostLane
+from ambidex.mlp.hot_neurons import AveragedNeurons, StaticNeurons
+from ambidex.mlp.neuron_cache import CachedLayer, NeuronCache
 from ambidex.mlp.rates import LaneRates, keep_whole, measure_rates
+from ambidex.mlp.sparse_rates import NO_COSTS, measure_costs, measure_screens, sparse_rates
+from ambidex.mlp.sparse_side import SparseContext, SparsityCounts
 from ambidex.mlp.split_site import Level, WeightLanes
 from ambidex.models.base import CausalLM
 from ambidex.models.divided import (
@@ -33,6 +41,25 @@ class Divided:
     weights: DividedWeights
     lanes: WeightLanes
     rates: LaneRates | None
+    sparse: SparseContext | None = None
+    """What the CPU's parts of MLPs share that leave out neurons."""
+    cache: NeuronCache | None = None
+    """What keeps hot neurons on the accelerator."""
+
+    def neuron_figures(self) -> NeuronFigures | None:
+        """What was left out so far; None: nothing can be."""
+        if self.sparse is None:
+            return None
+        counts = self.sparse.counts
+        return NeuronFigures(
+            num_neurons=counts.num_neurons,
+            num_active=counts.num_active,
+            num_rows=counts.num_rows,
+            num_rows_read=counts.num_rows_read,
+            num_screened=counts.num_screened,
+            num_candidates=counts.num_candidates,
+            cache=None if self.cache is None else self.cache.figures(),
+        )
 
 
 def load_model(
@@ -42,6 +69,7 @@ def load_model(
     host_memory: HostMemory,
     cpu_levels: Sequence[Level] | None,
     clock: LaneClock | None,
+    shape_dummy: Callable[[CausalLM], None] | None = None,
 ) -> tuple[CausalLM, Divided | None]:
     device, dtype = choices.device, TORCH_DTYPES[choices.dtype]
     linear = LinearContext(choices.threads if device.type == "cpu" else None)
@@ -54,6 +82,8 @@ def load_model(
         linear=linear,
         matrix_device=torch.device("meta") if choices.keeps_quantized or is_divided else None,
     )
+    if choices.sparsity is not None:
+        set_masks(model, choices.sparsity)
     divided = None
     host_linear = linear if device.type == "cpu" else LinearContext(choices.threads)
     if choices.weights.placement is not None:
@@ -66,6 +96,7 @@ def load_model(
                 chunk_size=sizes.chunk_bytes // choices.dtype.num_bytes,
                 kinds=choices.weights.kinds,
                 movable_share=choices.weights.movable_share,
+                skips_neurons=choices.sparsity is not None,
             ),
             sizes=sizes,
             device=device,
@@ -78,6 +109,8 @@ def load_model(
     matrices = divided.matrices if divided is not None else {}
     if config.load_format is LoadFormat.DUMMY:
         make_dummy_weights(model, seed=config.seed, device=device, dtype=dtype, divided=matrices)
+        if shape_dummy is not None:
+            shape_dummy(model)
     else:
         load_weights(
             model,
@@ -92,8 +125,13 @@ def load_model(
     if divided is None:
         return model.eval(), None
     levels, rates = [Level(most_tokens=sys.maxsize, cpu_share=1.0)], None
+    sparse = _make_sparse(choices, divided, host_linear)
     if device.type == "cuda" and (parts := divided.host_parts()):
         rates = measure_rates(parts, host_linear, divided.host_chunks(), divided.ring.slots)
+        if sparse is not None and choices.sparsity is not None:
+            share = choices.sparsity.active_share
+            rates = replace(rates, cpu=sparse_rates(divided.host_neurons(), sparse, active_share=share))
+            sparse.counts = SparsityCounts()
         sizes_in_dram = choices.weights.parts
         assert sizes_in_dram is not None, "divided weights were counted"
         levels = rates.levels(on_cpu=sizes_in_dram.on_cpu, streamed=sizes_in_dram.streamed)
@@ -110,5 +148,50 @@ def load_model(
         begin_host=HostLane(device).begin,
         owner=divided,
     )
-    divided.bind(lanes)
-    return model.eval(), Divided(weights=divided, lanes=lanes, rates=rates)
+    cached = divided.bind(lanes, sparse, counts_neurons=choices.weights.moved_pairs > 0)
+    cache = _make_cache(config, choices, cached, device) if cached else None
+    return model.eval(), Divided(weights=divided, lanes=lanes, rates=rates, sparse=sparse, cache=cache)
+
+
+def _make_cache(
+    config: EngineConfig, choices: Choices, cached: Mapping[int, CachedLayer], device: torch.device
+) -> NeuronCache:
+    """What keeps hot neurons on the accelerator, beginning with the most active of the profile if there is one."""
+    layers = list(cached.values())
+    num_neurons = max(layer.place.num_near + layer.place.num_far for layer in layers)
+    activity = np.zeros((len(layers), max(num_neurons, choices.spec.intermediate_size)), dtype=np.float32)
+    profile = choices.sparsity.profile if choices.sparsity is not None else None
+    if profile is not None:
+        activity[:, : choices.spec.intermediate_size] = profile.activity[list(cached)]
+    is_dynamic = config.neuron_cache is CacheChoice.DYNAMIC
+    cache = NeuronCache(
+        layers,
+        AveragedNeurons(activity.astype(np.float64)) if is_dynamic else StaticNeurons(),
+        most_pairs=choices.weights.moved_pairs,
+        moves=is_dynamic,
+        device=device,
+    )
+    if profile is not None:
+        cache.arrange(list(activity))
+    return cache
+
+
+def _make_sparse(choices: Choices, divided: DividedWeights, linear: LinearContext) -> SparseContext | None:
+    """What the CPU's parts of MLPs share that leave out neurons, with costs as measured; None: there are none."""
+    if choices.sparsity is not None and choices.sparsity.sparsity.kind is SparsityKind.RELU_SCREENED:
+        divided.make_screens()
+    places = divided.host_neurons() if choices.sparsity is not None else []
+    if not places:
+        return None
+    # Where the accelerator is the CPU, torch has one thread in decode steps (`TorchThreads`).
+    num_threads = 1 if choices.device.type == "cpu" else choices.num_threads
+    context = SparseContext(linear=linear, num_threads=num_threads, costs=NO_COSTS)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    with torch.inference_mode():
+        context.costs = measure_costs(places, context)
+        if any(screen is not None for _, _, screen in places):
+            context.screen_costs = measure_screens(places, context)
+    torch.set_num_threads(before)
+    context.counts = SparsityCounts()
+    return context

@@ -20,6 +20,8 @@ with suppress(ImportError):  # `BoundedPool` says so when it is made
 NUM_FIGURES: Final = 5
 """Figures of each query head: `dropped_mass`, `error_share`, `value_norm`, `out_norm`, `num_kept`, in this order."""
 
+PHASES: Final = ("scan", "choose", "keep", "wait")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScannedLayer:
@@ -94,6 +96,14 @@ class BoundedPool:
         except (TypeError, ValueError) as error:
             raise ShapeError(f"attend_bounded: {error}") from error
         return out, lse, figures
+
+    def take_phase_seconds(self) -> dict[str, float]:
+        """Seconds that the threads, taken together, spent in calls since the last time that this was asked.
+
+        `scan` all keys; `choose` thresholds, and wait for what an accelerator saw; `keep` attend what is kept; `wait`
+        for a threshold. What a thread does between calls, or while others finish, is in none of them.
+        """
+        return dict(zip(PHASES, self.native.take_phase_seconds(), strict=True))
 
     def copy_for_scan(
         self,

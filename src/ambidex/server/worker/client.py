@@ -89,6 +89,7 @@ class WorkerEngine:
         self._text: TextSide | None = None
         self._report: EngineReport | None = None
         self.fault: AmbidexError | None = None
+        self._has_ended = asyncio.Event()
 
     @classmethod
     async def start(
@@ -127,6 +128,12 @@ class WorkerEngine:
         """What the settings became on this machine."""
         assert self._report is not None, "`start` made it"
         return self._report
+
+    async def ended(self) -> AmbidexError:
+        """Wait until the engine takes no requests any more; returns why."""
+        await self._has_ended.wait()
+        assert self.fault is not None, "it is set before the event"
+        return self.fault
 
     async def check_guide(self, params: SamplingParams) -> None:
         """Compile the grammar of the parameters, if they have one.
@@ -293,6 +300,7 @@ class WorkerEngine:
         if self.fault is not None:
             return
         self.fault = error
+        self._has_ended.set()
         if not self._ready.done():
             self._ready.set_exception(error)
             _read_outcome(self._ready)

@@ -4,7 +4,6 @@ python -P -m ambidex.server.worker.main SOCKET PARENT
 """
 
 import asyncio
-import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -53,8 +52,6 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_S: Final = 0.2
 """Between two messages about loading."""
-FAULT_S: Final = 0.1
-"""Between two looks at whether the engine still goes on, for when no request tells."""
 TRIM_S: Final = 20.0
 """Between two times that free memory inside malloc goes back to the system: steps of changing shapes leave tens of MB
 there, which rise for many minutes. Giving 50 MB back takes some ms beside the steps."""
@@ -89,16 +86,16 @@ class Worker:
         gc.collect()
         gc.freeze()  # see `server.service`: what has been loaded is looked through no more
         self._channel.send(Ready(llm.text.facts, llm.report))
-        trimmed_s = time.monotonic()
-        while llm.fault is None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._is_closing.wait(), FAULT_S)
-                await llm.close()
-                return 0
-            if time.monotonic() - trimmed_s > TRIM_S:
+        closing = self._loop.create_task(self._is_closing.wait())
+        ended = self._loop.create_task(llm.ended())
+        while not (closing.done() or ended.done()):
+            done, _ = await asyncio.wait((closing, ended), timeout=TRIM_S, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
                 await asyncio.to_thread(give_back_memory)
-                trimmed_s = time.monotonic()
-        return self._end(llm.fault)
+        if ended.done():
+            return self._end(ended.result())
+        await llm.close()
+        return 0
 
     def _end(self, error: BaseException) -> int:
         self._channel.send(Ended(SentError.of(error)))

@@ -7,7 +7,7 @@ fit ends the connection, and with it the engine's process.
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final, TypeVar, get_origin
+from typing import Any, Final, TypeVar, cast, get_origin
 
 import msgspec
 
@@ -341,8 +341,7 @@ class Channel(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """asyncio: the connection is there."""
-        assert isinstance(transport, asyncio.Transport), "a stream has a transport that is read and written"
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by name
 
     def data_received(self, data: bytes) -> None:
         """asyncio: bytes came."""

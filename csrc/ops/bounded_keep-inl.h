@@ -1,0 +1,270 @@
+// What bounded attention does with the keys that it keeps, compiled once per instruction set (per_isa.cpp).
+//
+// They lie scattered: a row of K in one place, the values of a key in as many lines as it has 16 dims. So keys are listed
+// first, and what will be read of a key is fetched into the second cache long before, into the first shortly before, while
+// the keys before it are attended.
+#pragma once
+
+#include "ops/bounded_queries-inl.h"
+#include "simd/code_lanes.h"
+#include "simd/token_lanes.h"
+
+namespace ambidex::AMBIDEX_ISA {
+
+constexpr std::size_t kKeptAtOnce = 16;  // keys; one vector of scores a row
+constexpr std::size_t kMostListed = 1024;
+// Keys ahead. With 128 dims of 16 bits a key has 12 lines, and takes some tens of nanoseconds.
+constexpr std::size_t kFarKeys = 40, kNearKeys = 8;
+
+struct KeepSpace {
+  KeepSpace(char* base, const BoundedCall& call, std::size_t rows) {
+    const std::size_t dim = call.scan.tiles.padded_dim;
+    Carver carver(base);
+    q_rows = carver.take<float>(rows * dim * sizeof(float));
+    probs = carver.take<float>(rows * kKeptAtOnce * sizeof(float));
+    listed = carver.take<Listed>(kMostListed * sizeof(Listed));
+    bytes = carver.used();
+  }
+
+  struct Listed {
+    std::size_t slot;   // in the pool
+    std::size_t place;  // of the first row's score
+  };
+
+  float* q_rows;   // [rows, padded_dim]
+  float* probs;    // [rows, kKeptAtOnce]; scores at first
+  Listed* listed;  // [kMostListed]
+  std::size_t bytes;
+};
+
+// Where a value lies: the line of its first 16 dims; those of the next 16 come column_bytes later.
+template <class Element>
+class Values {
+ public:
+  Values(const BoundedCall& call, std::size_t kv_head)
+      : depth_(call.v_tiles.depth),
+        group_bytes_(call.v_tiles.depth * call.v_tiles.padded_dim * sizeof(Element)),
+        column_bytes_(call.v_tiles.depth * 16 * sizeof(Element)),
+        num_columns_(call.v_tiles.padded_dim / 16),
+        first_(call.v + kv_head * call.scan.num_blocks * call.v_tiles.record_bytes) {}
+
+  const char* line(std::size_t slot) const {
+    return first_ + slot / depth_ * group_bytes_ + slot % depth_ / kPack * 64;
+  }
+  std::size_t num_columns() const { return num_columns_; }
+  std::size_t column_bytes() const { return column_bytes_; }
+  static constexpr std::size_t kPack = 4 / sizeof(Element);
+
+ private:
+  std::size_t depth_, group_bytes_, column_bytes_, num_columns_;
+  const char* first_;
+};
+
+// out[row] += Σ probs[row] · value, 16 dims at a time, for kRows rows.
+template <class Element, std::size_t kRows>
+inline void add_kept_rows(const Values<Element>& values, std::size_t num, const char* const* lines,
+                          const std::size_t* tokens, const float* probs, float* out, std::size_t dim) {
+  for (std::size_t column = 0; column < values.num_columns(); ++column) {
+    Lanes sums[kRows];
+#pragma GCC unroll 8
+    for (std::size_t r = 0; r < kRows; ++r) sums[r] = Lanes::load(out + r * dim + 16 * column);
+    for (std::size_t i = 0; i < num; ++i) {
+      const auto* line = reinterpret_cast<const Element*>(lines[i] + column * values.column_bytes());
+      const Lanes value = load_token(line, tokens[i]);
+#pragma GCC unroll 8
+      for (std::size_t r = 0; r < kRows; ++r) {
+        sums[r] = mul_add(Lanes::broadcast(probs[r * kKeptAtOnce + i]), value, sums[r]);
+      }
+    }
+#pragma GCC unroll 8
+    for (std::size_t r = 0; r < kRows; ++r) sums[r].store(out + r * dim + 16 * column);
+  }
+}
+
+// scores[r * kKeptAtOnce] = q[r]·k · scale for kRows rows and one key.
+template <class Element, std::size_t kRows>
+inline void multiply_key(const Element* k, const float* q, std::size_t dim, float scale, float* scores) {
+  Lanes sums[kRows];
+#pragma GCC unroll 8
+  for (std::size_t r = 0; r < kRows; ++r) sums[r] = Lanes::zero();
+  for (std::size_t d = 0; d < dim; d += 16) {
+    const Lanes part = load_some(k + d);
+#pragma GCC unroll 8
+    for (std::size_t r = 0; r < kRows; ++r) sums[r] = mul_add(Lanes::load(q + r * dim + d), part, sums[r]);
+  }
+#pragma GCC unroll 8
+  for (std::size_t r = 0; r < kRows; ++r) scores[r * kKeptAtOnce] = sum_of(sums[r]) * scale;
+}
+
+template <std::size_t kRows>
+struct RowCount {
+  static constexpr std::size_t value = kRows;
+};
+
+// Calls use(row, RowCount) for as many rows at once as sums fit into the registers, until all are done.
+template <class Use>
+inline void for_rows(std::size_t rows, const Use& use) {
+  std::size_t row = 0;
+#if defined(__AVX512F__)
+  for (; row + 8 <= rows; row += 8) use(row, RowCount<8>{});
+#endif
+  for (; row + 4 <= rows; row += 4) use(row, RowCount<4>{});
+  if (row + 2 <= rows) {
+    use(row, RowCount<2>{});
+    row += 2;
+  }
+  if (row < rows) use(row, RowCount<1>{});
+}
+
+template <class Element>
+class Keeper {
+ public:
+  Keeper(const BoundedCall& call, const KeepRange& range, char* workspace)
+      : call_(call),
+        to_(range),
+        rows_(range.keys.num_rows * call.scan.group_size),
+        dim_(call.scan.tiles.padded_dim),
+        ws_(workspace, call, rows_),
+        keys_(call.scan, range.keys),
+        values_(call, range.keys.kv_head) {
+    const std::size_t slots = range.keys.kv_head * call.scan.num_blocks * call.scan.tiles.block_size;
+    v_scales_ = call.v_scales == nullptr ? nullptr : call.v_scales + slots;
+    k_rows_ = call.rows == nullptr ? nullptr : reinterpret_cast<const Element*>(call.rows) + slots * dim_;
+  }
+
+  void run() {
+    widen_queries(call_.scan, to_.keys, rows_, ws_.q_rows);
+    for (std::size_t row = 0; row < rows_; ++row) {
+      to_.tops_kept[row] = -INFINITY;
+      to_.sums[row] = to_.spared[row] = 0.0f;
+    }
+    memset(to_.outs, 0, rows_ * dim_ * sizeof(float));
+    std::size_t num_kept = 0, num_listed = 0;
+    const std::size_t end = to_.keys.first_key + to_.keys.num_keys;
+    for (std::size_t key = to_.keys.first_key / kPieceTokens * kPieceTokens; key < end; key += kPieceTokens) {
+      uint64_t wanted = find_wanted(key);
+      num_kept += static_cast<std::size_t>(__builtin_popcountll(wanted));
+      if (num_listed + kPieceTokens > kMostListed) {
+        attend(num_listed);
+        num_listed = 0;
+      }
+      for (; wanted != 0; wanted &= wanted - 1) {
+        list(key, static_cast<std::size_t>(__builtin_ctzll(wanted)), ws_.listed[num_listed++]);
+      }
+    }
+    attend(num_listed);
+    *to_.num_kept = static_cast<float>(num_kept);
+  }
+
+ private:
+  std::size_t place(std::size_t key) const { return (key - to_.base) * rows_; }
+
+  // Bit i: some row keeps key + i.
+  uint64_t find_wanted(std::size_t key) const {
+    uint64_t bits = 0;
+    for (std::size_t row = 0; row < rows_; ++row) {
+      bits |= codes_from(to_.codes + place(key) + row * kPieceTokens, to_.thresholds[row]);
+    }
+    const std::size_t begin = to_.keys.first_key, end = begin + to_.keys.num_keys;
+    if (key < begin) bits &= ~uint64_t{0} << (begin - key);
+    if (key + kPieceTokens > end) bits &= ~uint64_t{0} >> (key + kPieceTokens - end);
+    return bits;
+  }
+
+  void list(std::size_t key, std::size_t i, KeepSpace::Listed& to) const {
+    to = {keys_.slot(key + i), place(key) + i};
+    for (std::size_t row = 0; row < rows_; ++row) {
+      const int code = to_.codes[to.place + row * kPieceTokens];
+      if (code >= to_.thresholds[row]) continue;
+      const int depth = to_.tops[row] - code;
+      // The deepest were counted for more than they are; they are not worth a reckoning.
+      if (depth < static_cast<int>(kNumCounts) - 1) to_.spared[row] += to_.weights[depth];
+    }
+  }
+
+  template <class Fetch>
+  void fetch(const KeepSpace::Listed& key, const Fetch& fetch_line) const {
+    if (k_rows_ != nullptr) {
+      const char* row = reinterpret_cast<const char*>(k_rows_ + key.slot * dim_);
+      for (std::size_t i = 0; i < dim_ * sizeof(Element); i += 64) fetch_line(row + i);
+    }
+    const char* line = values_.line(key.slot);
+    for (std::size_t i = 0; i < values_.num_columns(); ++i) fetch_line(line + i * values_.column_bytes());
+    if (v_scales_ != nullptr) fetch_line(reinterpret_cast<const char*>(v_scales_ + key.slot));
+  }
+  void fetch_far(std::size_t i, std::size_t num) const {
+    if (i < num) fetch(ws_.listed[i], [](const char* p) { prefetch_to_l2(p); });
+  }
+  void fetch_near(std::size_t i, std::size_t num) const {
+    if (i < num) fetch(ws_.listed[i], [](const char* p) { prefetch(p); });
+  }
+
+  void attend(std::size_t num) {
+    for (std::size_t i = 0; i < kFarKeys; ++i) fetch_far(i, num);
+    for (std::size_t i = 0; i < kNearKeys; ++i) fetch_near(i, num);
+    for (std::size_t first = 0; first < num; first += kKeptAtOnce) {
+      const std::size_t some = num - first < kKeptAtOnce ? num - first : kKeptAtOnce;
+      const KeepSpace::Listed* keys = ws_.listed + first;
+      const char* lines[kKeptAtOnce];
+      std::size_t tokens[kKeptAtOnce];
+      for (std::size_t i = 0; i < some; ++i) {
+        fetch_far(first + kFarKeys + i, num);
+        fetch_near(first + kNearKeys + i, num);
+        lines[i] = values_.line(keys[i].slot);
+        tokens[i] = keys[i].slot % Values<Element>::kPack;
+        score(keys[i], i);
+      }
+      for (std::size_t row = 0; row < rows_; ++row) soften(keys, some, row);
+      for_rows(rows_, [&](std::size_t row, auto count) {
+        add_kept_rows<Element, decltype(count)::value>(values_, some, lines, tokens, ws_.probs + row * kKeptAtOnce,
+                                                       to_.outs + row * dim_, dim_);
+      });
+    }
+  }
+
+  void score(const KeepSpace::Listed& key, std::size_t i) {
+    if (k_rows_ == nullptr) {
+      for (std::size_t row = 0; row < rows_; ++row) {
+        ws_.probs[row * kKeptAtOnce + i] = to_.scores[key.place + row * kPieceTokens];
+      }
+      return;
+    }
+    if constexpr (sizeof(Element) > 1) {
+      const float scale = call_.scan.scale * kLog2OfE;
+      for_rows(rows_, [&](std::size_t row, auto count) {
+        multiply_key<Element, decltype(count)::value>(k_rows_ + key.slot * dim_, ws_.q_rows + row * dim_, dim_, scale,
+                                                      ws_.probs + row * kKeptAtOnce + i);
+      });
+    }
+  }
+
+  // Scores of a row become probs, its sum and out follow the new top.
+  void soften(const KeepSpace::Listed* keys, std::size_t num, std::size_t row) {
+    float* scores = ws_.probs + row * kKeptAtOnce;
+    for (std::size_t i = num; i < kKeptAtOnce; ++i) scores[i] = -INFINITY;
+    const float top = largest_of(Lanes::load(scores));
+    float* out = to_.outs + row * dim_;
+    if (top > to_.tops_kept[row]) {
+      const float shrink = exp2f(to_.tops_kept[row] - top);
+      to_.sums[row] *= shrink;
+      to_.tops_kept[row] = top;
+      for (std::size_t i = 0; i < dim_; i += 16) (Lanes::load(out + i) * Lanes::broadcast(shrink)).store(out + i);
+    }
+    const Lanes p = exp2_of(Lanes::load(scores) + Lanes::broadcast(-to_.tops_kept[row]));
+    to_.sums[row] += sum_of(p);
+    p.store(scores);
+    if (v_scales_ == nullptr) return;
+    for (std::size_t i = 0; i < num; ++i) scores[i] *= v_scales_[keys[i].slot];
+  }
+
+  const BoundedCall& call_;
+  const KeepRange& to_;
+  std::size_t rows_, dim_;
+  KeepSpace ws_;
+  Keys keys_;
+  Values<Element> values_;
+  const float* v_scales_;
+  const Element* k_rows_;
+};
+
+}  // namespace ambidex::AMBIDEX_ISA

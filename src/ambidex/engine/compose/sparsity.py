@@ -1,0 +1,125 @@
+"""Which neurons of MLPs are left out: what is asked for, what the model allows, and what that needs."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ambidex.core.config import EngineConfig
+from ambidex.core.errors import ConfigError
+from ambidex.core.model_spec import ModelSpec
+from ambidex.core.sparsity import MLPSparsity, SparsityKind, parse_sparsity
+from ambidex.core.sparsity import NeuronCache as CacheChoice
+from ambidex.engine.report import ReportRow
+from ambidex.formats.locate import ModelSource
+from ambidex.formats.neuron_profile import NeuronProfile, default_neuron_path, fingerprint, read_neuron_profile
+from ambidex.mlp.neuron_cache import NeuronCache
+from ambidex.mlp.sparse_side import FormCosts, ScreenCosts
+from ambidex.models.base import CausalLM
+
+ASSUMED_ACTIVE: Final = 0.1
+"""Of the neurons behind a ReLU, where no profile says it: between OPT's 2 to 4 % and the 10 to 30 % of models that were
+given a ReLU later (arXiv:2312.12456). It only divides DRAM's weights between CPU and link."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparsityChoice:
+    """`profile` None: none was measured, and an exact form needs none."""
+
+    sparsity: MLPSparsity
+    profile: NeuronProfile | None
+
+    @property
+    def active_share(self) -> float:
+        """Of the neurons that a token is expected to need."""
+        if self.sparsity.share is not None:
+            return 1.0 - self.sparsity.share
+        return self.profile.active_share if self.profile is not None else ASSUMED_ACTIVE
+
+
+def choose_sparsity(
+    config: EngineConfig, spec: ModelSpec, source: ModelSource, skeleton: CausalLM
+) -> SparsityChoice | None:
+    """What the settings and the model make of it; None: nothing is left out.
+
+    Raises:
+        ConfigError: it is not for this model, or a profile is needed that is not there.
+    """
+    sparsity = parse_sparsity(config.mlp_sparsity)
+    if sparsity is None:
+        if config.neuron_profile is not None:
+            raise ConfigError("`neuron_profile` is for `mlp_sparsity`, which is off: leave it out, or choose a form")
+        return None
+    is_gated = len(skeleton.layer_sites()[0].mlp.ins) > 1
+    refusal = sparsity.refusal(spec.activation, is_gated=is_gated)
+    if refusal is not None:
+        raise ConfigError(refusal)
+    if config.neuron_cache is CacheChoice.STATIC and not _has_profile(config, spec, source):
+        raise ConfigError(
+            "`neuron_cache` static puts the most active neurons of a profile on the accelerator, and there is none: "
+            "measure it with `ambidex calibrate neurons MODEL --text FILE`, or use dynamic"
+        )
+    model = fingerprint(source, spec)
+    path = Path(config.neuron_profile) if config.neuron_profile is not None else default_neuron_path(os.environ, model)
+    if config.neuron_profile is None and sparsity.kind.is_exact and not path.exists():
+        return SparsityChoice(sparsity=sparsity, profile=None)
+    return SparsityChoice(sparsity=sparsity, profile=read_neuron_profile(path, spec, model=model))
+
+
+def _has_profile(config: EngineConfig, spec: ModelSpec, source: ModelSource) -> bool:
+    return config.neuron_profile is not None or default_neuron_path(os.environ, fingerprint(source, spec)).exists()
+
+
+def set_masks(model: CausalLM, choice: SparsityChoice) -> None:
+    """Tell every MLP what it leaves out, wherever it is computed."""
+    if choice.sparsity.kind.is_exact or choice.profile is None:
+        return
+    for sites, mask in zip(model.layer_sites(), choice.profile.masks(choice.sparsity), strict=True):
+        sites.mlp.mask = mask
+
+
+def sparsity_rows(
+    choice: SparsityChoice | None, costs: FormCosts | None, screens: ScreenCosts | None
+) -> list[ReportRow]:
+    """What became of it, for people.
+
+    Args:
+        costs: of the forms on the CPU; None: it has no part of an MLP.
+        screens: of looking at 8-bit copies first; None: there are none.
+    """
+    if choice is None:
+        return [ReportRow(section="compute", name="mlp_sparsity", value="off", why="every neuron is computed")]
+    effect = "exact" if choice.sparsity.kind.is_exact else "changes answers"
+    profile = choice.profile
+    known = (
+        f"{100 * profile.active_share:.1f} % active on {profile.num_tokens} tokens of the profile"
+        if profile is not None
+        else f"{100 * ASSUMED_ACTIVE:.0f} % active assumed, no profile"
+    )
+    if costs is None:
+        value = f"{choice.sparsity}, {effect}; nothing is skipped: the CPU has no part of an MLP"
+        return [ReportRow(section="compute", name="mlp_sparsity", value=value, why=known)]
+    crossed = ", ".join(f"{100 * share:.0f} % at {num}" for num, share in costs.crossovers().items())
+    value = f"{choice.sparsity}, {effect}; the CPU reads columns of active neurons, the GPU all"
+    why = f"{known}; measured: dense above {crossed or 'nothing'} tokens"
+    if screens is not None:
+        shares = ", ".join(f"{100 * screens.most_candidates(num):.0f} % at {num}" for num in screens.plain)
+        value += "; rows in front of it are screened by 8-bit copies"
+        why += f"; screening pays below candidates of {shares} tokens"
+    elif choice.sparsity.kind is SparsityKind.RELU_SCREENED:
+        value += "; nothing is screened: rows are no whole blocks of an 8-bit copy"
+    return [ReportRow(section="compute", name="mlp_sparsity", value=value, why=why)]
+
+
+def cache_rows(config: EngineConfig, cache: NeuronCache | None, *, has_profile: bool) -> list[ReportRow]:
+    """Which neurons lie on the accelerator, for people."""
+    if config.neuron_cache is CacheChoice.OFF:
+        return []
+    if cache is None:
+        value, why = f"{config.neuron_cache}, without effect", "no MLP has neurons on the accelerator and with the CPU"
+    else:
+        num_near = sum(layer.place.num_near for layer in cache.layers)
+        num = num_near + sum(layer.place.num_far for layer in cache.layers)
+        value = f"{config.neuron_cache}, {num_near} of {num} neurons of {len(cache.layers)} layers on the accelerator"
+        why = "the most active of the profile first" if has_profile else "no profile: the first ones, to begin with"
+    return [ReportRow(section="compute", name="neuron_cache", value=value, why=why)]

@@ -1,0 +1,248 @@
+"""What one engine has computed, another one finds on disk: the same tokens, or computed anew."""
+
+import logging
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from test_engine_prefix_cache import PARAMS, config_of, make_prompts
+from test_engine_splits import DEVICES, SPLITS
+
+from ambidex import LLM
+from ambidex.core.config import DeviceKind, KVDTypeChoice
+from ambidex.core.errors import ConfigError
+from ambidex.engine.outputs import RequestOutput
+from ambidex.engine.sessions import is_load_faster
+from ambidex.storage.block_files import read_block_file
+from tiny_engine import make_engine_folder
+
+PROMPT = make_prompts()[0]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_engine_folder(tmp_path / "model")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return tmp_path / "sessions"
+
+
+def open_llm(folder: Path, saved: Path, device: DeviceKind = DeviceKind.CPU, **settings: object) -> LLM:
+    own = {"block_size": 4, "prefix_cache_percent": 100, "session_dir": str(saved)} | settings
+    return LLM(config_of(folder, device, **own))
+
+
+def ask(llm: LLM, prompt: list[int] = PROMPT) -> RequestOutput:
+    return llm.generate([prompt], PARAMS)[0]
+
+
+def files_of(saved: Path) -> list[Path]:
+    return sorted(saved.glob("*/*.kv"))
+
+
+@pytest.fixture
+def first(folder: Path, saved: Path) -> RequestOutput:
+    """Answered by an engine that has ended."""
+    with open_llm(folder, saved) as llm:
+        return ask(llm)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block_size", [4, 16])  # 16 divides: tiles, where the native kernels read
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_first_request_of_the_next_engine_begins_behind_what_was_saved(
+    split: dict[str, object], block_size: int, device: DeviceKind, folder: Path, saved: Path
+) -> None:
+    prompts = make_prompts()
+    with LLM(config_of(folder, device)) as llm:
+        wanted = [ask(llm, prompt).token_ids for prompt in prompts]
+    for turn in range(2):
+        with open_llm(folder, saved, device, block_size=block_size, **split) as llm:
+            outputs = llm.generate(prompts, PARAMS)
+            assert [output.token_ids for output in outputs] == wanted
+            assert (llm.stats().num_restored_tokens > 0) == (turn == 1)
+            assert llm.stats().num_refused_files == 0
+            if turn == 1:
+                longest = max(range(len(prompts)), key=lambda idx: len(prompts[idx]))
+                assert outputs[longest].num_cached_tokens == (len(prompts[longest]) - 1) // block_size * block_size
+
+
+def test_next_turn_of_a_conversation_begins_behind_the_saved_answer(
+    folder: Path, saved: Path, first: RequestOutput
+) -> None:
+    whole = [*PROMPT, *first.token_ids]
+    with LLM(config_of(folder, DeviceKind.CPU)) as llm:
+        wanted = ask(llm, [*whole, 5, 6, 7]).token_ids
+    with open_llm(folder, saved) as llm:
+        second = ask(llm, [*whole, 5, 6, 7])
+    assert second.token_ids == wanted
+    assert second.num_cached_tokens == (len(whole) - 1) // 4 * 4
+
+
+def test_formats_with_scales_come_back_bit_by_bit(folder: Path, saved: Path) -> None:
+    settings = {"block_size": 16, "kv_dtype": KVDTypeChoice.INT8}
+    with open_llm(folder, saved, **settings) as llm:
+        wanted = ask(llm).token_ids
+    formats = {read_block_file(path)[0].spec.dtype for path in files_of(saved)}
+    assert "int8" in formats
+    with open_llm(folder, saved, **settings) as llm:
+        output = ask(llm)
+        assert llm.stats().num_restored_tokens == output.num_cached_tokens == (len(PROMPT) - 1) // 16 * 16
+    assert output.token_ids == wanted
+
+
+def test_changed_files_are_computed_anew_counted_and_deleted(
+    folder: Path, saved: Path, first: RequestOutput, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = random.Random(5)
+    by_place = {int(path.name.split(".")[1]): path for path in files_of(saved)}
+    for trial in range(12):
+        place = rng.randrange(len(PROMPT) // 4)
+        whole = by_place[place].read_bytes()
+        changed = bytearray(whole)
+        if trial % 3:
+            changed[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        else:
+            del changed[rng.randrange(len(whole)) :]
+        by_place[place].write_bytes(changed)
+        caplog.clear()
+        with open_llm(folder, saved) as llm, caplog.at_level(logging.WARNING):
+            output = ask(llm)
+            assert llm.stats().num_refused_files == 1
+            assert output.num_cached_tokens == place * 4
+        assert output.token_ids == first.token_ids
+        assert caplog.text.count("is not used and deleted") == 1
+        assert read_block_file(by_place[place])[0].block_idx == place, "the block was not saved again"
+
+
+def test_swapped_files_are_refused(folder: Path, saved: Path, first: RequestOutput) -> None:
+    a, b = files_of(saved)[:2]
+    first_bytes = a.read_bytes()
+    a.write_bytes(b.read_bytes())
+    b.write_bytes(first_bytes)
+    with open_llm(folder, saved) as llm:
+        assert ask(llm).token_ids == first.token_ids
+        assert llm.stats().num_refused_files >= 1
+
+
+def test_other_weights_of_the_same_shape_find_nothing(tmp_path: Path, saved: Path, first: RequestOutput) -> None:
+    num_files = len(files_of(saved))
+    assert num_files
+    other = make_engine_folder(tmp_path / "other", seed=7)
+    with LLM(config_of(other, DeviceKind.CPU)) as llm:
+        wanted = ask(llm).token_ids
+    assert wanted != first.token_ids, "both models answer alike: the test would prove nothing"
+    with open_llm(other, saved) as llm:
+        output = ask(llm)
+        assert (output.num_cached_tokens, llm.stats().num_restored_tokens) == (0, 0)
+    assert output.token_ids == wanted
+    stolen = files_of(saved)[0]  # the same names in the other's folder: its head tells
+    folders = {path.parent for path in files_of(saved)}
+    assert len(folders) == 2
+    for target in folders - {stolen.parent}:
+        (target / stolen.name).write_bytes(stolen.read_bytes())
+
+
+def test_other_tenants_and_salts_find_nothing(folder: Path, saved: Path) -> None:
+    with open_llm(folder, saved) as llm:
+        engine = llm._engine
+        engine.submit(engine.make_request(PROMPT, PARAMS, tenant="a", cache_salt="s"))
+        while engine.has_work:
+            engine.step()
+    for tenant, salt, is_found in (("b", "s", False), ("a", "", False), ("a", "s", True)):
+        with open_llm(folder, saved) as llm:
+            engine = llm._engine
+            engine.submit(engine.make_request(PROMPT, PARAMS, tenant=tenant, cache_salt=salt))
+            outputs = []
+            while engine.has_work:
+                outputs += engine.step()
+            assert (outputs[-1].num_cached_tokens > 0) == is_found
+            assert engine.drop_cached("nobody") == 0
+            if is_found:
+                assert engine.drop_cached("a") > 0
+                assert engine.stats.num_saved_blocks > 0, "blocks of others are gone"
+
+
+def test_quota_holds(folder: Path, saved: Path) -> None:
+    with open_llm(folder, saved) as llm:
+        ask(llm)
+    size = max(path.stat().st_size for path in files_of(saved))
+    quota = 5 * size
+    with open_llm(folder, saved, session_quota=quota) as llm:
+        for prompt in make_prompts():
+            ask(llm, prompt)
+            assert llm.stats().saved_bytes <= quota
+    assert 0 < sum(path.stat().st_size for path in files_of(saved)) <= quota
+
+
+def test_dropped_blocks_are_gone_from_disk_too(folder: Path, saved: Path) -> None:
+    with open_llm(folder, saved) as llm:
+        ask(llm)
+        while llm._engine.do_chore():
+            pass
+        num_blocks = llm._engine.drop_cached()
+        assert num_blocks >= len(PROMPT) // 4
+        assert files_of(saved) == []
+        assert llm.stats().num_saved_blocks == 0
+
+
+def test_full_disk_costs_no_request(
+    folder: Path, saved: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ambidex.storage.saved_blocks.write_block_file", fail)
+    with open_llm(folder, saved) as llm:
+        assert ask(llm).finish_reason == "length"
+        assert ask(llm).num_cached_tokens > 0
+    assert files_of(saved) == []
+    assert caplog.text.count("was not saved") == 1
+
+
+def test_verified_engine_reads_what_was_saved(folder: Path, saved: Path, first: RequestOutput) -> None:
+    with open_llm(folder, saved, verify=True, kv_gpu_tokens=16, dram_memory=2**22, num_sink_tokens=4) as llm:
+        outputs = [ask(llm) for _ in range(3)]
+        assert llm.stats().num_corrupt_blocks == 0
+    assert {output.token_ids for output in outputs} == {first.token_ids}
+
+
+def test_sessions_need_a_prefix_cache_and_a_folder_of_their_own(folder: Path, saved: Path) -> None:
+    with pytest.raises(ConfigError, match="prefix_cache_percent"):
+        open_llm(folder, saved, prefix_cache_percent=0)
+    with pytest.raises(ConfigError, match="prefix_cache_percent"):
+        LLM(config_of(folder, DeviceKind.CPU, session_dir=str(saved)))
+    with pytest.raises(ConfigError, match="policy"):
+        open_llm(folder, saved, prefix_cache_percent=None, policy="h2o")
+    with open_llm(folder, saved), pytest.raises(ConfigError, match="in use by another engine"):
+        open_llm(folder, saved)
+
+
+def test_load_or_compute_by_rates() -> None:
+    assert is_load_faster(num_bytes=10, num_tokens=10, read_bytes_per_s=None, compute_tokens_per_s=1.0)
+    assert is_load_faster(num_bytes=10, num_tokens=10, read_bytes_per_s=1.0, compute_tokens_per_s=None)
+    assert is_load_faster(num_bytes=100, num_tokens=10, read_bytes_per_s=20.0, compute_tokens_per_s=1.0)
+    assert not is_load_faster(num_bytes=100, num_tokens=10, read_bytes_per_s=5.0, compute_tokens_per_s=1.0)
+
+
+def test_slow_disk_is_left_alone(
+    folder: Path, saved: Path, first: RequestOutput, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_llm(folder, saved) as llm:
+        ask(llm, [5, *PROMPT])  # now it is known how fast prompts are computed
+        monkeypatch.setattr("ambidex.storage.saved_blocks.SavedBlocks.read_bytes_per_s", 1.0)
+        output = ask(llm)
+        assert output.num_cached_tokens == 0
+        assert llm.stats().num_recomputed_tokens > 0
+    assert output.token_ids == first.token_ids
+
+
+@pytest.mark.usefixtures("first")
+def test_padding_of_rows_holds_no_old_memory(saved: Path) -> None:
+    for path in files_of(saved):
+        _, payload = read_block_file(path)
+        values = torch.frombuffer(bytearray(payload), dtype=torch.float32)
+        assert bool(values.isfinite().all())

@@ -1,0 +1,163 @@
+"""`SparseSide`: every form gives the dense product, reads what it says, and the cheapest is taken."""
+
+from collections.abc import Iterator
+from typing import Final
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ambidex.core.errors import ShapeError
+from ambidex.core.model_spec import Activation
+from ambidex.core.sparsity import NeuronMask, SparsityKind
+from ambidex.kernels.cpu.native import ThreadPool
+from ambidex.kernels.linear import LinearContext
+from ambidex.mlp.cuts import SiteShape
+from ambidex.mlp.parts import Part, Rows
+from ambidex.mlp.rates import TOKENS
+from ambidex.mlp.sparse_rates import NO_COSTS, measure_costs, sparse_rates
+from ambidex.mlp.sparse_side import Form, FormCosts, SparseContext, SparseSide
+
+WIDTH: Final = 48
+ONLY: Final = {
+    form: FormCosts(
+        **{name: {1024: 1.0 if own is form else 1e9}
+           for name, own in (("bags", Form.BAGS), ("union", Form.UNION), ("dense", Form.DENSE))}
+    )
+    for form in Form
+}  # fmt: skip
+"""Costs with which a form is always taken."""
+MASKS: Final = {
+    "relu": (Activation.RELU, None),
+    "cats": (Activation.SILU, NeuronMask(kind=SparsityKind.CATS, threshold=0.5)),
+    "teal": (Activation.SILU, NeuronMask(kind=SparsityKind.TEAL, threshold=0.5)),
+}
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+class World:
+    """The CPU's chunks of an MLP, in one memory, with other chunks around them."""
+
+    def __init__(
+        self, kind: str = "relu", *, num_ins: int = 1, cuts: tuple[int, ...] = (16, 48, 56), dtype: torch.dtype
+    ) -> None:
+        torch.manual_seed(len(cuts) + num_ins)
+        activation, mask = MASKS[kind]
+        self.shape = SiteShape(
+            num_in=WIDTH, num_rows=cuts[-1] + 16, num_ins=num_ins, num_out=WIDTH, is_neuron_major=True
+        )
+        size = self.shape.num_bytes(cuts[-1], dtype.itemsize)
+        memory = torch.randn(size // dtype.itemsize).to(dtype).view(torch.uint8)
+        biases = [torch.randn(self.shape.num_rows) for _ in range(num_ins)]
+        linear = LinearContext(ThreadPool(1))
+        self.parts, used = [], 0
+        for start, stop in zip((0, *cuts[:-1]), cuts, strict=True):
+            end = used + self.shape.num_bytes(stop - start, dtype.itemsize)
+            part = Part(Rows(self.shape, range(start, stop), memory[used:end], dtype), activation, linear, mask)
+            part.bind(biases)
+            self.parts.append(part)
+            used = end
+        self.context = SparseContext(linear=linear, num_threads=2, costs=NO_COSTS)
+        self.parts = self.parts[1:]
+
+    def side(self, costs: FormCosts) -> SparseSide:
+        self.context.costs = costs
+        return SparseSide(self.shape, self.parts, self.context)
+
+    def dense(self, x: Tensor) -> Tensor:
+        total = self.parts[0](x)
+        for part in self.parts[1:]:
+            total = total + part(x)
+        return total
+
+
+@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize(("kind", "num_ins"), [("relu", 1), ("relu", 2), ("cats", 2), ("teal", 1), ("teal", 2)])
+@settings(deadline=None, max_examples=10)
+@given(num_tokens=st.integers(1, 9), seed=st.integers(0, 99))
+def test_every_form_gives_the_dense_product(kind: str, num_ins: int, form: Form, num_tokens: int, seed: int) -> None:
+    with torch.inference_mode():
+        world = World(kind, num_ins=num_ins, dtype=torch.float32)
+        x = torch.randn(num_tokens, WIDTH, generator=torch.Generator().manual_seed(seed)) / 8
+        side = world.side(ONLY[form])
+        assert torch.allclose(side.compute(x), world.dense(x), rtol=1e-4, atol=1e-4)
+    assert world.context.counts.forms == {form: 1}
+
+
+@pytest.mark.parametrize("form", Form)
+def test_numbers_of_16_bits_are_rounded_no_worse_than_a_run_in_16_bits(form: Form) -> None:
+    world = World(dtype=torch.bfloat16, cuts=(16, 48, 160))
+    x = torch.randn(3, WIDTH)
+    side = world.side(ONLY[form])
+    truth = torch.zeros(3, WIDTH, dtype=torch.float64)
+    rounded = torch.zeros(3, WIDTH, dtype=torch.float64)
+    for part in world.parts:
+        first, columns, bias = part.numbers.ins[0], part.numbers.columns, part.biases[0]
+        assert isinstance(first, Tensor)
+        assert columns is not None
+        assert bias is not None
+        h = torch.relu(x.double() @ first.double().T + bias.double())
+        truth += h @ columns.double()
+        low = torch.relu(x.bfloat16() @ first.T + bias.bfloat16())
+        rounded += (low @ columns).double()
+    assert (side.compute(x).double() - truth).abs().max() <= 2 * (rounded - truth).abs().max()
+
+
+def test_tokens_without_an_active_neuron_give_zero() -> None:
+    for num_ins in (1, 2):
+        world = World(num_ins=num_ins, dtype=torch.float32)
+        for part in world.parts:
+            part.bind([torch.full((world.shape.num_rows,), -1e3)] * num_ins)
+        for form in Form:
+            assert not world.side(ONLY[form]).compute(torch.randn(2, WIDTH)).any()
+
+
+def test_counts_say_how_many_neurons_were_active_and_how_many_columns_were_read() -> None:
+    world = World(dtype=torch.float32)
+    x = torch.randn(4, WIDTH)
+    h = torch.cat([torch.relu(part._multiply_ins(x, part.numbers.ins, part.biases)[0]) for part in world.parts], dim=1)
+    world.side(ONLY[Form.UNION]).compute(x)
+    counts = world.context.counts
+    assert (counts.num_neurons, counts.num_rows) == (4 * 40, 40)
+    assert counts.num_active == int(h.ne(0).sum())
+    assert counts.num_rows_read == int(h.ne(0).any(0).sum()) < 40
+    world.side(ONLY[Form.DENSE]).compute(x)
+    assert counts.num_rows_read == int(h.ne(0).any(0).sum()) + 40
+
+
+def test_the_cheapest_form_is_taken_and_beyond_what_was_measured_the_dense_one() -> None:
+    costs = FormCosts(bags={1: 1.0, 8: 1.0}, union={1: 3.0, 8: 2.0}, dense={1: 0.5, 8: 0.8})
+    assert costs.choose(1, num_own=10, num_union=10, num_all=100) is Form.BAGS
+    assert costs.choose(8, num_own=70, num_union=30, num_all=100) is Form.UNION
+    assert costs.choose(5, num_own=90, num_union=60, num_all=100) is Form.DENSE
+    assert costs.choose(9, num_own=1, num_union=1, num_all=100) is Form.DENSE
+    assert costs.crossovers() == {1: 0.5, 8: 0.4}
+
+
+def test_measured_costs_are_positive_and_for_every_size() -> None:
+    world = World(num_ins=2, dtype=torch.float32)
+    costs = measure_costs([(world.shape, world.parts, None)], world.context)
+    for by_tokens in (costs.bags, costs.union, costs.dense):
+        assert tuple(by_tokens) == TOKENS
+        assert min(by_tokens.values()) > 0
+    world.context.costs = costs
+    rates = sparse_rates([(world.shape, world.parts, None)], world.context, active_share=0.1)
+    assert tuple(rates) == TOKENS
+
+
+def test_chunks_that_are_no_whole_rows_apart_are_refused() -> None:
+    world = World(dtype=torch.float32)
+    shifted = torch.randn(4096)[1:].view(torch.uint8)
+    size = world.shape.num_bytes(16, 4)
+    world.parts[1] = Part(
+        Rows(world.shape, range(48, 64), shifted[:size], torch.float32), Activation.RELU, LinearContext()
+    )
+    with pytest.raises(ShapeError, match="do not begin at whole rows"):
+        world.side(NO_COSTS)
