@@ -6,6 +6,7 @@
 The same buffers serve every layer: the accelerator sends the next queries only after it has read the last answer.
 """
 
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
@@ -20,9 +21,10 @@ from ambidex.core.model_spec import ModelSpec
 from ambidex.kernels.cpu.bounded import make_arrays
 from ambidex.kernels.cpu.native import WORD_STRIDE, AttentionScript, KeyBatch
 from ambidex.kernels.cuda.pinned_view import view_on_gpu
+from ambidex.storage.lane_clock import LaneClock
 from ambidex.storage.lane_thread import beside
 from ambidex.storage.tiled_pool import TiledKVPool
-from ambidex.storage.words import WAIT_LIMIT_S, HostWords, StepFence, StreamWords, Words
+from ambidex.storage.words import WAIT_LIMIT_S, HostWords, StepFence, StreamWords, TimedWords, Words
 
 
 class Handover:
@@ -35,6 +37,7 @@ class Handover:
         dtype: of queries.
         device: the accelerator; with CUDA the buffers are pinned.
         bounded: the bounded policy; None: the CPU lane attends all its keys.
+        clock: is told how long both sides work; None: nobody is.
     """
 
     def __init__(
@@ -46,10 +49,14 @@ class Handover:
         dtype: torch.dtype,
         device: torch.device,
         bounded: BoundedScan | None = None,
+        clock: LaneClock | None = None,
     ) -> None:
         is_cuda = device.type == "cuda"
+        self._clock = clock
         heads = (num_rows, spec.num_q_heads, spec.head_dim)
         self._words: Words = StreamWords() if is_cuda else HostWords()
+        if clock is not None:
+            self._words = TimedWords(self._words, clock)
         self._q = torch.empty(heads, dtype=dtype, pin_memory=is_cuda)
         self._out = torch.empty(heads, dtype=torch.float32, pin_memory=is_cuda)
         self._lse = torch.empty(heads[:2], dtype=torch.float32, pin_memory=is_cuda)
@@ -149,6 +156,8 @@ class Handover:
         """
         num_layers = self._flags.shape[1]
         num_answered = 0
+        if self._clock is not None:
+            self._clock.add_cpu(None)  # one native call for all layers, its waits among what it does
         try:
             num_answered, self.num_last = self._script.run(batches, limit_s=WAIT_LIMIT_S, scanned=self._scanned)
         finally:
@@ -165,6 +174,7 @@ class Handover:
         Raises:
             LaneError: the queries did not come in time.
         """
+        start = self._wait_asked(layer_idx) if self._clock is not None else 0.0
         num_answered, _ = self._layers[layer_idx].run(
             [batch], limit_s=WAIT_LIMIT_S, scanned=self._scanned[layer_idx : layer_idx + 1]
         )
@@ -172,6 +182,15 @@ class Handover:
             raise LaneError(
                 f"the accelerator sent no queries of layer {layer_idx} to the CPU lane within {WAIT_LIMIT_S:.0f} s"
             )
+        if self._clock is not None:
+            self._clock.add_cpu(time.perf_counter() - start)
+
+    def _wait_asked(self, layer_idx: int) -> float:
+        """When the queries of a layer came, in `time.perf_counter` seconds; or when it was time to give up."""
+        word, end = self._host_flags[0, layer_idx], time.perf_counter() + WAIT_LIMIT_S
+        while not word[0] and time.perf_counter() < end:
+            time.sleep(0)
+        return time.perf_counter()
 
     def release(self) -> None:
         """End all waits: what was not launched will never ask, and what is not answered gives something worthless."""

@@ -275,6 +275,11 @@ class EngineConfig:
         low=1,
         high=4096,
     )
+    tune_weights: bool = setting(
+        False, SettingKind.SWITCH,
+        "with placement auto: follow measured decode steps, and move weights between GPU, CPU and link where that is "
+        "predicted to pay; takes DRAM for what may leave the GPU",
+    )  # fmt: skip
     trace: str | None = setting(
         None,
         SettingKind.TEXT,
@@ -327,6 +332,15 @@ class EngineConfig:
             )
         if self.placement is not None and self.weights_gpu_memory is not None:
             raise ConfigError("`placement` and `weights_gpu_memory` both say where weights lie: leave one of them out")
+        if self.tune_weights and self.mlp_sparsity != OFF:
+            raise ConfigError(
+                f"`tune_weights` moves whole rows by the time that all of them take, `mlp_sparsity` is "
+                f"{self.mlp_sparsity}: leave one of them out"
+            )
+        if self.tune_weights and self.placement != "auto":
+            raise ConfigError(
+                f"`tune_weights` moves weights away from a solved placement, `placement` is {self.placement}: use auto"
+            )
         if self.policy is not PolicyName.EXACT and self.prefix_cache_percent:
             raise ConfigError(
                 f"`prefix_cache_percent` is {self.prefix_cache_percent}: policy {self.policy} must see every prompt as "

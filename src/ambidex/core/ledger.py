@@ -58,6 +58,17 @@ class MemoryLedger:
             )
         self._entries[tier, owner] = self._entries.get((tier, owner), 0) + num_bytes
 
+    def give_up(self, tier: Tier, owner: str, num_bytes: int) -> None:
+        """Strike out some of what `owner` holds on the tier.
+
+        Raises:
+            InternalError: it does not hold so much.
+        """
+        held = self._entries.get((tier, owner), 0)
+        if not 0 <= num_bytes <= held:
+            raise InternalError(f"{owner} gives up {num_bytes} bytes on tier {tier}, where it holds {held}")
+        self._entries[tier, owner] = held - num_bytes
+
     def give_back(self, tier: Tier, owner: str) -> int:
         """Strike out all that `owner` holds on the tier; returns the bytes."""
         if (tier, owner) not in self._entries:

@@ -174,6 +174,8 @@ class StepResult:
     """Wall seconds by section: `prepare`, `forward`, `sample`, `moves`, `total`."""
     lane_bytes: Mapping[Lane, int] = field(default_factory=dict)
     """KV bytes that each lane's attention read."""
+    lane_seconds: Mapping[Lane, float] = field(default_factory=dict)
+    """For how long each lane was busy, with weights and keys; empty where nobody timed them."""
     is_replayed: bool = False
     """The step ran as a captured graph."""
     selection: SelectionFigures | None = None

@@ -32,11 +32,11 @@ LaneTerms = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneSeconds:
-    """How long each lane was busy in a step."""
+    """How long each lane was busy in a step; None: nobody knows."""
 
-    gpu: float
-    cpu: float
-    link: float
+    gpu: float | None
+    cpu: float | None
+    link: float | None
 
 
 def lane_terms(units: StepUnits, placement: Placement, kv: KVShares) -> LaneTerms:
@@ -77,7 +77,7 @@ def find_surprises(
     found = {}
     for lane, predicted in predict_lanes(terms, coefficients).items():
         took = getattr(measured, lane)
-        if predicted > 0.0 and abs(took - predicted) > least * max(took, predicted):
+        if took is not None and predicted > 0.0 and abs(took - predicted) > least * max(took, predicted):
             found[lane] = 1 if took > predicted else -1
     return found
 
@@ -89,7 +89,7 @@ def correct(
     *,
     rates: Mapping[str, float] = MappingProxyType({}),
 ) -> Coefficients:
-    """Coefficients after one gradient step on each lane that had work; others keep theirs.
+    """Coefficients after one gradient step on each lane that had work and was measured; others keep theirs.
 
     Args:
         rates: of lanes that are followed faster or slower than at `RATE`.
@@ -97,9 +97,10 @@ def correct(
     changed: dict[str, float] = {}
     for lane, parts in terms.items():
         norm = sum(seconds * seconds for seconds in parts.values())
-        if norm == 0.0:
+        took = getattr(measured, lane)
+        if norm == 0.0 or took is None:
             continue
-        error = sum(getattr(coefficients, name) * s for name, s in parts.items()) - getattr(measured, lane)
+        error = sum(getattr(coefficients, name) * s for name, s in parts.items()) - took
         for name, seconds in parts.items():
             value = getattr(coefficients, name) - rates.get(lane, RATE) * error * seconds / norm
             changed[name] = min(LARGEST, max(SMALLEST, value))

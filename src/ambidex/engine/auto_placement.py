@@ -111,6 +111,7 @@ def solve_weights(
     weights = count_weights(spec, residence=residence, dtype=dtype, kind=kind)
     context = max(1, (config.max_context_len or spec.max_context_len) // 2)
     kv_dtype = DType(config.kv_dtype.value) if config.kv_dtype.value != AUTO else None
+    gpu_kv, host_kv = kv_specs(spec, dtype=dtype, kv_dtype=kv_dtype)
     batch = config.max_running_requests
     while True:
         workload = Workload(
@@ -120,11 +121,13 @@ def solve_weights(
             units=make_units(spec, weights, profile, workload, dtype=dtype),
             gpu_bytes=budgets.gpu,
             gpu_fixed_bytes=weights.other_bytes + budgets.gpu_fixed,
+            least_kv_bytes=(config.kv_gpu_tokens or 0) * gpu_kv.bytes_per_token,
             ring_bytes=int(budgets.ring * weights.number_bytes / dtype.num_bytes),
             dram_bytes=budgets.dram if profile.gpu is not None else None,
             most_kv_streamed=most_streamed(
                 spec,
-                *kv_specs(spec, dtype=dtype, kv_dtype=kv_dtype),
+                gpu_kv,
+                host_kv,
                 step_blocks=budgets.stream_blocks * config.block_size // BLOCK_SIZE,
                 num_blocks=batch * -(-context // BLOCK_SIZE),
             ),

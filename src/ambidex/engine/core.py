@@ -7,7 +7,7 @@ one, waits for this one, and takes in what it gave while the accelerator compute
     accelerator  | 1                     | 2                               | 3
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ambidex.core.ids import Fallback, RequestId
@@ -17,6 +17,8 @@ from ambidex.engine.executor import Executor, Launch, LaunchedStep
 from ambidex.engine.pulse import Pulse, Stage
 from ambidex.engine.stats import EngineStats
 from ambidex.sched.scheduler import Scheduler
+
+AfterStep = Callable[[StepPlan, StepResult], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +34,23 @@ class EngineCore:
 
     Args:
         launch: sends a step to the accelerator; None: each step ends before the next is planned.
+        after_step: is told of each step that has ended, before the next is planned; needs `launch` None.
     """
 
-    def __init__(self, *, scheduler: Scheduler, executor: Executor, launch: Launch | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        executor: Executor,
+        launch: Launch | None = None,
+        after_step: AfterStep | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.stats = EngineStats()
         self.pulse = Pulse()
         self.executor = executor
         self._launch = launch
+        self._after_step = after_step
         self._next: _Flight | None = None
 
     def step(self) -> tuple[list[Request], Mapping[RequestId, SampledToken]]:
@@ -72,6 +83,8 @@ class EngineCore:
         self.stats.note_fallback(Fallback.SMALLER_CHUNKS, self.scheduler.num_smaller_chunks)
         if result.tokens:
             self.pulse.note_token()
+        if self._after_step is not None:
+            self._after_step(plan, result)
         return changed, result.tokens
 
     def _carry_out(self, plan: StepPlan, flight: _Flight | None) -> StepResult:

@@ -14,6 +14,7 @@ from ambidex.engine.report import EngineFigures, EngineReport
 from ambidex.engine.sessions import Sessions
 from ambidex.engine.stats import EngineStats
 from ambidex.engine.text_side import Prompt, TextSide
+from ambidex.engine.weight_tuner import WeightTuner
 from ambidex.text.guided import GuideCompiler
 from ambidex.text.tokenizer import Tokenizer
 
@@ -25,6 +26,7 @@ class Engine:
         kv_bytes, cached_bytes: bytes that requests hold on each tier now, and that are kept for others to come.
         kv_capacity, weights_bytes: bytes of the KV pools and of the parameters on each tier.
         predict_step: what a decode step should take; None: nobody has worked that out.
+        tuner: who moves weights while the engine runs; None: they stay where they are.
         sessions: keeps blocks of the prefix cache on disk; None: nobody does.
         neuron_figures: what was left out of MLPs so far; None: nothing is.
     """
@@ -42,9 +44,11 @@ class Engine:
         kv_capacity: dict[Tier, int],
         weights_bytes: dict[Tier, int],
         predict_step: Predict | None = None,
+        tuner: WeightTuner | None = None,
         sessions: Sessions | None = None,
         neuron_figures: Callable[[], NeuronFigures | None] | None = None,
     ) -> None:
+        self.tuner = tuner
         self.core = core
         self.text = text
         self.report = report

@@ -7,7 +7,7 @@ from ambidex.core.ids import Lane, RequestId, Tier
 from ambidex.core.request import Request
 from ambidex.core.step import SampledToken, StepPlan, StepResult
 from ambidex.core.trace import Tracer, Track
-from ambidex.engine.core import EngineCore
+from ambidex.engine.core import AfterStep, EngineCore
 from ambidex.engine.executor import Executor
 from ambidex.sched.scheduler import Scheduler
 
@@ -40,10 +40,16 @@ class TracedCore(EngineCore):
     """
 
     def __init__(
-        self, *, scheduler: Scheduler, executor: Executor, tracer: Tracer, kv_bytes: Callable[[], Mapping[Tier, int]]
+        self,
+        *,
+        scheduler: Scheduler,
+        executor: Executor,
+        tracer: Tracer,
+        kv_bytes: Callable[[], Mapping[Tier, int]],
+        after_step: AfterStep | None = None,
     ) -> None:
         self._traced = TracedExecutor(executor)
-        super().__init__(scheduler=scheduler, executor=self._traced)
+        super().__init__(scheduler=scheduler, executor=self._traced, after_step=after_step)
         self._tracer = tracer
         self._used_bytes = kv_bytes
         self._num_steps = 0

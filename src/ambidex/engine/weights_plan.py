@@ -21,6 +21,9 @@ RING_SHARE: Final = 0.05
 """Of the accelerator's budget, at most, for weights on their way."""
 MOST_CHUNK_BYTES: Final = 64 * MIB
 """A chunk takes a PCIe 5 x16 link 1.2 ms, beside which a launch is nothing."""
+MOVABLE_SHARE: Final = 0.25
+"""Of the rows of each place on the GPU, that may leave it while an engine runs: as much DRAM is kept for them. More of
+them would cut products into more pieces."""
 NUM_SLOTS: Final = 4
 """Chunks on their way: the link runs on for 5 ms while the GPU attends or waits for the CPU."""
 

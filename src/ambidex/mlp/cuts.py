@@ -1,6 +1,6 @@
 """How the rows of a place's matrices are cut into parts for the tiers: numbers only.
 
-rows    0 ……… on_gpu | ……… on_cpu, in chunks | ……… streamed, in chunks ……… N
+rows    0 ……… on_gpu | … movable, in chunks | ……… on_cpu, in chunks | ……… streamed, in chunks ……… N
 """
 
 from collections.abc import Iterator
@@ -68,18 +68,28 @@ class SiteShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cuts:
-    """The rows of each tier; those in host memory are chunks, small enough for a slot of the ring."""
+    """The rows of each tier; those in host memory are chunks, small enough for a slot of the ring.
+
+    `movable` lie in both: their numbers on the GPU may be given up, and those in DRAM serve then.
+    """
 
     on_gpu: range
+    movable: tuple[range, ...] = ()
     on_cpu: tuple[range, ...]
     streamed: tuple[range, ...]
 
+    @property
+    def chunks(self) -> tuple[range, ...]:
+        """All rows that lie in DRAM."""
+        return self.movable + self.on_cpu + self.streamed
+
     @classmethod
-    def of(cls, shape: SiteShape, split: WeightSplit, *, chunk_size: int) -> "Cuts":
+    def of(cls, shape: SiteShape, split: WeightSplit, *, chunk_size: int, movable_share: float = 0.0) -> "Cuts":
         """Divide the rows of a place as a split says, rounded to whole granules, never more on the GPU than it says.
 
         Args:
             chunk_size: numbers of a chunk, at most, but for a single granule.
+            movable_share: of the rows on the GPU, that may leave it.
         """
         num_rows, granule = shape.num_rows, shape.granule
         on_gpu = num_rows if split.on_gpu == 1.0 else _round_down(split.on_gpu * num_rows, granule)
@@ -89,8 +99,10 @@ class Cuts:
             wanted = rest * split.on_cpu / (split.on_cpu + split.streamed)
             on_cpu = min(rest, _round_down(wanted + granule / 2, granule))
         most = max(granule, chunk_size // shape.numbers_per_row // granule * granule)
+        kept = on_gpu - _round_down(on_gpu * movable_share, granule)
         return cls(
-            on_gpu=range(on_gpu),
+            on_gpu=range(kept),
+            movable=tuple(_chunks(kept, on_gpu, most, granule)),
             on_cpu=tuple(_chunks(on_gpu, on_gpu + on_cpu, most, granule)),
             streamed=tuple(_chunks(on_gpu + on_cpu, num_rows, most, granule)),
         )

@@ -21,7 +21,8 @@ from ambidex.kernels.cpu.native import WORD_STRIDE
 from ambidex.kernels.cpu.recorded import Arena, Program, Recording
 from ambidex.kernels.cuda.pinned_view import view_on_gpu
 from ambidex.mlp.host_lane import Answer, HostSide
-from ambidex.storage.words import WAIT_LIMIT_S, HostWords, StepFence, StreamWords, Words
+from ambidex.storage.lane_clock import LaneClock
+from ambidex.storage.words import WAIT_LIMIT_S, HostWords, StepFence, StreamWords, TimedWords, Words
 
 logger = logging.getLogger(__name__)
 
@@ -38,15 +39,26 @@ class WeightHandover:
         dtype: of x.
         device: the accelerator; with CUDA the buffers are pinned.
         arena: memory of recorded products, if they are to be recorded: one native call a place; None: they are not.
+        clock: is told how long both sides work; None: nobody is.
     """
 
     def __init__(
-        self, sides: Sequence[HostSide], num_rows: int, *, dtype: torch.dtype, device: torch.device, arena: Arena | None
+        self,
+        sides: Sequence[HostSide],
+        num_rows: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        arena: Arena | None,
+        clock: LaneClock | None = None,
     ) -> None:
+        self._clock = clock
         is_cuda = device.type == "cuda"
         self._sides = tuple(sides)
         self._places = {side: place for place, side in enumerate(sides)}
         self._words: Words = StreamWords() if is_cuda else HostWords()
+        if clock is not None:
+            self._words = TimedWords(self._words, clock)
         shapes = [(num_rows, side.shape.num_in) for side in sides]
         answers = [(num_rows, side.answer_width) for side in sides]
         x = torch.empty(max(map(math.prod, shapes)), dtype=dtype, pin_memory=is_cuda)
@@ -93,6 +105,7 @@ class WeightHandover:
             LaneError: x did not come in time.
         """
         self._wait(place)
+        start = time.perf_counter()
         program = self._programs[place]
         if program is not None:
             program.run()
@@ -101,6 +114,8 @@ class WeightHandover:
         else:
             self._compute(place)
         self._host_flags[1, place, 0] = 1
+        if self._clock is not None:
+            self._clock.add_cpu(time.perf_counter() - start)
 
     def release(self) -> None:
         """End all waits of both sides: a step that cannot be answered runs out; what it gives is worthless."""

@@ -90,11 +90,15 @@ class WeightLanes:
         self.ring = ring
         self.dtype = dtype
         self.most_native_tokens = most_native_tokens
-        self.levels = (*levels, Level(most_tokens=sys.maxsize, cpu_share=0.0))
         self.begin_host = begin_host
+        self._owner = owner
+        self.set_levels(levels)
+
+    def set_levels(self, levels: Sequence[Level]) -> None:
+        """Begin anew, with other levels or the same: places and what travels are to be said again."""
+        self.levels = (*levels, Level(most_tokens=sys.maxsize, cpu_share=0.0))
         self._places: list[list[HostPlace]] = [[] for _ in self.levels]
         self._laps: list[Lap | None] = [None] * len(self.levels)
-        self._owner = owner
 
     def is_native(self, num_tokens: int) -> bool:
         """Whether the CPU's products of such steps can be recorded."""
@@ -139,7 +143,8 @@ class SplitSite:
     """Computes a place.
 
     Args:
-        on_gpu: the accelerator's own rows; None: there are none.
+        on_gpu: the accelerator's own rows, which are always there; None: there are none.
+        resident: more of them, behind those.
         levels: the others, by level.
         sizes: widths of the answers, one for each matrix, or one.
         bias: [answer_width] on the accelerator, added at the end; None: there is none.
@@ -154,9 +159,10 @@ class SplitSite:
         *,
         sizes: Sequence[int],
         bias: Tensor | None,
+        resident: Sequence[Part] = (),
     ) -> None:
         self._shape = shape
-        self._on_gpu = on_gpu
+        self._on_gpu = (*([on_gpu] if on_gpu is not None else ()), *resident)
         self._levels = tuple(levels)
         self._lanes = lanes
         self._sizes = list(sizes)
@@ -167,9 +173,8 @@ class SplitSite:
         lanes = self._lanes
         host = self._levels[lanes.level_of(x.shape[0])]
         answer = lanes.begin_host(host.side, x) if host.side is not None else None
-        products = []
-        if self._on_gpu is not None:  # counted where the CPU counts its own
-            products.append((self._on_gpu.rows, self._on_gpu(x, is_counted=answer is not None)))
+        is_counted = answer is not None  # where the CPU counts its own
+        products = [(part.rows, part(x, is_counted=is_counted)) for part in self._on_gpu]
         for streamed in host.streamed:
             lanes.ring.take(streamed.lap, streamed.place)
             products.append((streamed.part.rows, streamed.part(x)))

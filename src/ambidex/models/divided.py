@@ -3,6 +3,7 @@
 plan_sites     which rows of each place lie where: numbers only, also of a model without storage
 divide         memory, and pieces in the place of the parameters; `models/weights.py` fills them
 DividedWeights.bind    when they are filled: each place computes with its parts
+DividedWeights.rebind  later: other chunks lie on the GPU, or the CPU multiplies others (`models/weight_moves.py`)
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,7 @@ from ambidex.mlp.split_site import HostParts, HostPlace, SplitSite, StreamedPart
 from ambidex.models.base import CausalLM, LinearSite
 from ambidex.models.quantized import count_weights_bytes, names_of_parameters
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
+from ambidex.storage.lane_clock import LaneClock
 from ambidex.storage.weight_ring import Lap, WeightRing
 
 ALIGNMENT_BYTES: Final = 512
@@ -67,12 +69,16 @@ class SitePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DividedBytes:
-    """What divided matrices take: on the GPU, in DRAM for the CPU and for the link, and the ring on the GPU."""
+    """What divided matrices take: on the GPU, in DRAM for the CPU and for the link, and the ring on the GPU.
+
+    `movable` bytes of those on the GPU lie in DRAM, too.
+    """
 
     on_gpu: int
     on_cpu: int
     streamed: int
     ring: int
+    movable: int = 0
 
 
 def plan_sites(
@@ -81,6 +87,7 @@ def plan_sites(
     *,
     chunk_size: int,
     kinds: Mapping[str, str] = _NO_KINDS,
+    movable_share: float = 0.0,
     skips_neurons: bool = False,
 ) -> list[SitePlan]:
     """Cut the rows of every place, in the order of use.
@@ -88,6 +95,7 @@ def plan_sites(
     Args:
         chunk_size: numbers of a chunk in DRAM, at most.
         kinds: GGUF types of matrices that stay as they are stored, by name; those of a place must all be of one.
+        movable_share: of the rows on the GPU, that may leave it later.
         skips_neurons: whether the last matrix of an MLP lies neuron by neuron; quantised ones never do.
     Raises:
         ConfigError: the placement is for another number of layers, or divides a table that is shared.
@@ -104,7 +112,7 @@ def plan_sites(
         shape = _shape_of(site, of_layers)
         if skips_neurons and shape.num_out and shape.kind is None:
             shape = replace(shape, is_neuron_major=True)
-        cuts = Cuts.of(shape, split, chunk_size=chunk_size)
+        cuts = Cuts.of(shape, split, chunk_size=chunk_size, movable_share=movable_share)
         plans.append(
             SitePlan(site=site, shape=shape, cuts=cuts, layer_idx=layer_idx, is_before_attention=is_before_attention)
         )
@@ -170,8 +178,10 @@ def count_bytes(plans: Sequence[SitePlan], sizes: RingSizes, number_bytes: int) 
     on_cpu = [(plan.shape, rows) for plan in plans for rows in plan.cuts.on_cpu]
     streamed = [(plan.shape, rows) for plan in plans for rows in plan.cuts.streamed]
     num_slots, slot_bytes = _ring_of(plans, sizes, number_bytes)
+    movable = total([(plan.shape, rows) for plan in plans for rows in plan.cuts.movable])
     return DividedBytes(
-        on_gpu=total([(plan.shape, plan.cuts.on_gpu) for plan in plans]),
+        on_gpu=total([(plan.shape, plan.cuts.on_gpu) for plan in plans]) + movable,
+        movable=movable,
         on_cpu=total(on_cpu),
         streamed=total(streamed),
         ring=num_slots * slot_bytes,
@@ -186,6 +196,7 @@ class DividedWeights:
         device: of the accelerator's parts; dtype: of all plain numbers.
         linear, host_linear: what the products of the accelerator and of the CPU share.
         memory: who is asked for pinned memory and huge pages; `pin_refusal` and `page_refusal` say why there is none.
+        clock: is told how long copies and waits for them take; None: nobody is.
     """
 
     def __init__(
@@ -199,25 +210,31 @@ class DividedWeights:
         linear: LinearContext,
         host_linear: LinearContext,
         memory: HostMemory = HOST_MEMORY,
+        clock: LaneClock | None = None,
     ) -> None:
         self._plans = plans
+        self._device = device
         self._sparse: SparseContext | None = None
         self._biases: dict[LinearSite | Neurons, list[Tensor]] = {}
         self._screens: dict[LinearSite | Neurons, Screen] = {}
         self._linear, self._host_linear, self._dtype = linear, host_linear, dtype
         near = _Arena([(plan.shape, plan.cuts.on_gpu) for plan in plans], dtype, device)
-        far = _Arena([(plan.shape, rows) for plan in plans for rows in _host_chunks(plan)], dtype, torch.device("cpu"))
+        far = _Arena([(plan.shape, rows) for plan in plans for rows in plan.cuts.chunks], dtype, torch.device("cpu"))
         self.page_refusal = memory.advise(far.memory) if far.memory.numel() else None
         self.pin_refusal = memory.pin(far.memory, self) if device.type == "cuda" and far.memory.numel() else None
         self._far_memory = far.memory  # pinned as long as this object lives
         self.num_bytes = (near.memory.nbytes, far.memory.nbytes)
         """On the accelerator, without the ring, and in DRAM."""
         self._rows = [
-            (near.take(plan.shape, plan.cuts.on_gpu), [far.take(plan.shape, rows) for rows in _host_chunks(plan)])
+            (near.take(plan.shape, plan.cuts.on_gpu), [far.take(plan.shape, rows) for rows in plan.cuts.chunks])
             for plan in plans
         ]
+        self._near: list[list[Tensor]] = [[] for _ in plans]  # of each place's first chunks, on the accelerator
+        self._num_on_cpu = [len(plan.cuts.on_cpu) for plan in plans]
+        self._sides: list[list[Part]] = []
+        self._own: list[Part | None] = []
         num_slots, slot_bytes = _ring_of(plans, sizes, dtype.itemsize)
-        self.ring = WeightRing(num_slots, slot_bytes, device=device)
+        self.ring = WeightRing(num_slots, slot_bytes, device=device, clock=clock)
         self.matrices: dict[str, SplitMatrix] = {}
         names = {module: name for name, module in model.named_modules()}
         for plan, (gpu, host) in zip(plans, self._rows, strict=True):
@@ -238,25 +255,68 @@ class DividedWeights:
             Those MLPs by layer, if they are counted.
         """
         self._sparse = sparse
-        sides = [self._host_parts(plan, host[: len(plan.cuts.on_cpu)]) for plan, host in self._host_rows()]
-        near = [self._part(plan, gpu, None) if len(gpu.rows) else None
-                for plan, (gpu, _) in zip(self._plans, self._rows, strict=True)]  # fmt: skip
+        self._sides = [self._host_parts(plan, host) for plan, host in self._host_rows()]
+        self._near = [
+            [rows.memory.to(self._device, copy=True) for rows in host[: len(plan.cuts.movable)]]
+            for plan, host in self._host_rows()
+        ]
+        self._own = [self._part(plan, gpu, None) if len(gpu.rows) else None
+                     for plan, (gpu, _) in zip(self._plans, self._rows, strict=True)]  # fmt: skip
         cached: dict[int, CachedLayer] = {}
         if counts_neurons and sparse is not None:
-            cached = self._count_neurons(near, sides)
-        by_level = [
-            self._bind_level(lanes, index, sides, level.cpu_share, cached) for index, level in enumerate(lanes.levels)
-        ]
-        for place, plan in enumerate(self._plans):
+            sides = [
+                parts[len(plan.cuts.movable) :][: len(plan.cuts.on_cpu)]
+                for plan, parts in zip(self._plans, self._sides, strict=True)
+            ]
+            cached = self._count_neurons(self._own, sides)
+        self._bind(lanes, cached)
+        return cached
+
+    def rebind(self, lanes: WeightLanes, near: Sequence[Sequence[Tensor]], num_on_cpu: Sequence[int]) -> None:
+        """Let each place compute with others of its chunks; no step is under way, and no neurons are counted.
+
+        Args:
+            lanes: with the levels that hold from now on.
+            near: of each place's first chunks, their bytes on the accelerator.
+            num_on_cpu: how many of each place's next chunks are the CPU's part.
+        """
+        self._near, self._num_on_cpu = [list(chunks) for chunks in near], list(num_on_cpu)
+        lanes.set_levels(lanes.levels[:-1])
+        self._bind(lanes, {})
+
+    @property
+    def near(self) -> list[list[Tensor]]:
+        """Of each place's first chunks, their bytes on the accelerator."""
+        return [list(chunks) for chunks in self._near]
+
+    @property
+    def num_on_cpu(self) -> list[int]:
+        """How many of each place's next chunks are the CPU's part."""
+        return list(self._num_on_cpu)
+
+    @property
+    def plans(self) -> Sequence[SitePlan]:
+        """Every place."""
+        return self._plans
+
+    def chunks_of(self, place: int) -> list[Tensor]:
+        """All chunks of a place in DRAM, in the order of their rows."""
+        return [rows.memory for rows in self._rows[place][1]]
+
+    def _bind(self, lanes: WeightLanes, cached: Mapping[int, CachedLayer]) -> None:
+        by_level = [self._bind_level(lanes, idx, level.cpu_share, cached) for idx, level in enumerate(lanes.levels)]
+        for place, (plan, (_, host)) in enumerate(zip(self._plans, self._rows, strict=True)):
             plan.site.stand_in = SplitSite(
                 plan.shape,
-                near[place],
+                self._own[place],
                 [parts[place] for parts in by_level],
                 lanes,
                 sizes=_answer_sizes(plan.site),
                 bias=_last_bias(plan.site),
+                resident=[
+                    self._part(plan, rows, memory) for rows, memory in zip(host, self._near[place], strict=False)
+                ],
             )
-        return cached
 
     def _count_neurons(self, near: Sequence[Part | None], sides: Sequence[Sequence[Part]]) -> dict[int, CachedLayer]:
         """The MLPs whose neurons may change places, with counters that their parts add to."""
@@ -286,16 +346,13 @@ class DividedWeights:
         return cached
 
     def _bind_level(
-        self,
-        lanes: WeightLanes,
-        level: int,
-        sides: Sequence[Sequence[Part]],
-        cpu_share: float,
-        cached: Mapping[int, CachedLayer],
+        self, lanes: WeightLanes, level: int, cpu_share: float, cached: Mapping[int, CachedLayer]
     ) -> list[HostParts]:
         """What becomes of each place's rows in DRAM if the CPU multiplies a share of its chunks."""
-        num_on_cpu = _share_out([len(parts) for parts in sides], cpu_share)
-        travelling = [host[num:] for num, (_, host) in zip(num_on_cpu, self._host_rows(), strict=True)]
+        num_on_cpu = _share_out(self._num_on_cpu, cpu_share)
+        away = [host[len(near) :] for near, (_, host) in zip(self._near, self._host_rows(), strict=True)]
+        sides = [parts[len(near) :] for near, parts in zip(self._near, self._sides, strict=True)]
+        travelling = [host[num:] for num, host in zip(num_on_cpu, away, strict=True)]
         lap = Lap(lanes.ring, [rows.memory for host in travelling for rows in host])
         lanes.set_lap(level, lap)
         made: list[HostParts] = []
@@ -342,9 +399,11 @@ class DividedWeights:
 
     def host_parts(self) -> list[Part]:
         """Parts that the CPU multiplies, of one place after the other, for measurements: the weights are filled."""
-        return [
-            part for plan, host in self._host_rows() for part in self._host_parts(plan, host[: len(plan.cuts.on_cpu)])
-        ]
+        found = []
+        for plan, host in self._host_rows():
+            first = len(plan.cuts.movable)
+            found += self._host_parts(plan, host[first : first + len(plan.cuts.on_cpu)])
+        return found
 
     def host_chunks(self) -> list[Tensor]:
         """All numbers in DRAM, chunk by chunk."""
@@ -452,13 +511,9 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _host_chunks(plan: SitePlan) -> tuple[range, ...]:
-    return plan.cuts.on_cpu + plan.cuts.streamed
-
-
 def _ring_of(plans: Sequence[SitePlan], sizes: RingSizes, number_bytes: int) -> tuple[int, int]:
     """Number of slots, and bytes of each: the largest chunk's."""
-    chunks = [plan.shape.num_bytes(len(rows), number_bytes) for plan in plans for rows in _host_chunks(plan)]
+    chunks = [plan.shape.num_bytes(len(rows), number_bytes) for plan in plans for rows in plan.cuts.chunks]
     return min(sizes.num_slots, len(chunks)), _aligned(max(chunks, default=0))
 
 

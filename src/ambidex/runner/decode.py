@@ -33,6 +33,8 @@ class DecodeOutput:
     is_replayed: bool
     selection: Callable[[], SelectionFigures] | None = None
     """What a policy chose, likewise; None: all keys were attended."""
+    lane_seconds: Callable[[], Mapping[Lane, float]] | None = None
+    """For how long each lane was busy, likewise; None: nobody timed them."""
 
 
 class LaunchedDecode(Protocol):
@@ -50,6 +52,13 @@ class FixedSteps(Protocol):
 
     num_failures: int
     """Times that a step could not be captured."""
+
+    def forget(self) -> None:
+        """Weights were bound anew: what was captured or recorded is made again at its next step.
+
+        No step is under way.
+        """
+        ...
 
     def try_run(self, requests: Sequence[ScheduledRequest]) -> DecodeOutput | None:
         """Run a step if it has the form of a decode step, else return None and leave everything as it was.

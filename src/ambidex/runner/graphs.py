@@ -12,8 +12,8 @@ capturing fails, graphs are given up with one warning, and every step takes the 
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from ambidex.runner.decode import DecodeOutput, LaunchedDecode
 from ambidex.runner.host_answers import HostAnswers
 from ambidex.runner.input_batch import InputBatch
 from ambidex.storage.kv_pool import KVPool
+from ambidex.storage.lane_clock import LaneClock, Part, StepTimes
 from ambidex.storage.step_stream import StepStream
 from ambidex.storage.tiled_pool import TiledKVPool
 from ambidex.storage.words import HostWords, StreamWords
@@ -109,6 +110,7 @@ class DecodeSteps:
         capture: how a step is captured, `CudaCapture()` or a test's; None: each step is launched anew.
         weights: the lanes of divided weights; None: all lie on the accelerator.
         bounded: the bounded policy, by which the CPU lane leaves out keys; None: it attends all of its own.
+        clock: times the lanes of each step; None: nobody does.
     """
 
     def __init__(
@@ -126,8 +128,12 @@ class DecodeSteps:
         capture: Capture | None,
         weights: WeightLanes | None = None,
         bounded: BoundedScan | None = None,
+        clock: LaneClock | None = None,
     ) -> None:
         self._model = model
+        self._clock = clock
+        self._times: StepTimes | None = None
+        """Of the last step, if it was timed."""
         self._spec = spec
         self._forward = forward
         pool, dram = pools[Tier.GPU], pools[Tier.DRAM]
@@ -172,6 +178,7 @@ class DecodeSteps:
         self._copies = tuple(ChosenCopy(buckets[-1], pool.device) for _ in range(2))  # one waits while one is sent
         self._turns = itertools.cycle(range(len(self._copies)))
         self._replays: dict[tuple[int, bool], Callable[[], None]] = {}  # by rows, and whether the CPU lane answers
+        self._times_of: dict[tuple[int, bool], StepTimes] = {}  # likewise
 
     def try_run(self, requests: Sequence[ScheduledRequest]) -> DecodeOutput | None:
         """Run a step if it has the form of a decode step, else return None and leave everything as it was.
@@ -192,7 +199,14 @@ class DecodeSteps:
             lane_bytes=lambda: self._lane_bytes(num_rows),
             is_replayed=is_replayed,
             selection=None if self._bounded is None else lambda: self._selection(len(requests), num_rows),
+            lane_seconds=None if self._times is None else self._times.read,
         )
+
+    def forget(self) -> None:
+        """Weights were bound anew: what was captured is captured again at its next step. No step is under way."""
+        self._replays.clear()
+        self._times_of.clear()
+        self._weight_handovers.clear()
 
     def try_launch(self, requests: Sequence[ScheduledRequest]) -> LaunchedDecode | None:
         """Replay a step behind the last one, if it has a graph and the CPU lane has no part in it; see `FixedSteps`.
@@ -226,12 +240,18 @@ class DecodeSteps:
             self._give_up(num_rows, error)
             return None
         self._settle_weights()
-        replay = self._replays.get((num_rows, batches is not None))
+        form = (num_rows, batches is not None)
+        self._times = None
+        replay = self._replays.get(form)
         if replay is None:
             if self._capture is None:
-                self._launch(num_rows, host, batches)
+                with self._timing(self._new_times()):
+                    self._launch(num_rows, host, batches)
                 return False
             return False if self._try_capture(self._capture, num_rows, host, batches) else None
+        self._times = self._times_of.get(form)
+        if self._clock is not None:
+            self._clock.start_cpu(self._times)
         if host is None:
             replay()
             return True
@@ -255,6 +275,20 @@ class DecodeSteps:
             cpu_last = host.keys.num_last / self._spec.num_layers
             self._batch.stream_share = self._balance.update(cpu_last, self._batch.streamed_share)
         return True
+
+    def _new_times(self) -> StepTimes | None:
+        return None if self._clock is None else StepTimes(self._pools[Tier.GPU].device)
+
+    @contextmanager
+    def _timing(self, times: StepTimes | None) -> Iterator[None]:
+        """Time the step that runs inside."""
+        if self._clock is None or times is None:
+            yield
+            return
+        self._clock.start_cpu(times)
+        with self._clock.timing(times):
+            yield
+        self._times = times
 
     @property
     def weight_lanes(self) -> WeightLanes | None:
@@ -321,8 +355,9 @@ class DecodeSteps:
             assert self._dram is not None, "a batch without a CPU lane has no keys in DRAM"
             pool = self._pools[Tier.GPU]
             self._handovers[num_rows] = Handover(
-                self._spec, self._dram, num_rows, dtype=pool.k.dtype, device=pool.device, bounded=self._bounded
-            )
+                self._spec, self._dram, num_rows, dtype=pool.k.dtype, device=pool.device, bounded=self._bounded,
+                clock=self._clock,
+            )  # fmt: skip
         return self._handovers[num_rows]
 
     def _host_answers(self, num_rows: int, batches: Sequence[KeyBatch] | None) -> HostAnswers | None:
@@ -346,6 +381,7 @@ class DecodeSteps:
                 dtype=self._weights.dtype,
                 device=pool.device,
                 arena=self._arena if is_recorded else None,
+                clock=self._clock,
             )
         return self._weight_handovers[num_rows]
 
@@ -399,7 +435,7 @@ class DecodeSteps:
             streamed = StreamedAttention(self._spec, self._stream, rows) if self._stream is not None else None
             attention = hybrid = HybridAttention(paged, host.keys, streamed, is_bounded=self._bounded is not None)
         logits = self._logits[:num_rows]
-        with self._handing_over(host):
+        with self._handing_over(host), self._clock.span(Part.STEP) if self._clock is not None else nullcontext():
             hidden = self._forward(self._model, batch, attention)
             if hybrid is not None:
                 hybrid.end()
@@ -423,7 +459,11 @@ class DecodeSteps:
         """
         try:
             self._launch(num_rows, host, batches)
-            self._replays[num_rows, batches is not None] = capture(lambda: self._compute(num_rows, host))
+            times = self._new_times()
+            with self._clock.timing(times) if self._clock is not None and times is not None else nullcontext():
+                self._replays[num_rows, batches is not None] = capture(lambda: self._compute(num_rows, host))
+            if times is not None:
+                self._times_of[num_rows, batches is not None] = times
         except LaneError:
             raise
         except Exception as error:  # of torch, the driver, or Triton's compiler: the ordinary path is always there
@@ -436,4 +476,5 @@ class DecodeSteps:
         self.num_failures += 1
         self._is_given_up = True
         self._replays.clear()
+        self._times_of.clear()
         logger.warning("CUDA graphs are given up, decode is slower: a step of %d rows failed: %s", num_rows, error)

@@ -83,6 +83,10 @@ class ProgramSteps:
         self.num_failures = 0
         """Steps that could not be recorded: 0 or 1."""
 
+    def forget(self) -> None:
+        """Weights were bound anew: steps are recorded again."""
+        self._recorded.clear()
+
     def try_run(self, requests: Sequence[ScheduledRequest]) -> DecodeOutput | None:
         """Run a step if it has the form of a decode step, else return None and leave everything as it was.
 

@@ -36,6 +36,7 @@ class _Computed:
     tokens: dict[RequestId, SampledToken] = field(default_factory=dict)
     failures: dict[RequestId, str] = field(default_factory=dict)
     lane_bytes: Mapping[Lane, int] = field(default_factory=dict)
+    lane_seconds: Mapping[Lane, float] = field(default_factory=dict)
     selection: SelectionFigures | None = None
     is_replayed: bool = False
 
@@ -174,6 +175,7 @@ class ModelRunner:
             failed_moves=moves.failed,
             seconds=clock.seconds,
             lane_bytes=computed.lane_bytes,
+            lane_seconds=computed.lane_seconds,
             is_replayed=computed.is_replayed,
             selection=computed.selection,
             stages=self._stage_times(clock) if computed.tokens else None,
@@ -260,6 +262,7 @@ class ModelRunner:
             tokens=tokens,
             failures=failures,
             lane_bytes=output.lane_bytes(),
+            lane_seconds=output.lane_seconds() if output.lane_seconds is not None else {},
             selection=output.selection() if output.selection is not None else None,
             is_replayed=output.is_replayed,
         )

@@ -54,3 +54,7 @@ class Mark:
         """What the current stream is given from now on comes behind the mark; nothing happens if it was never set."""
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def is_reached(self) -> bool:
+        """Whether all before the mark is done; also if it was never set."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]  # torch has no types here

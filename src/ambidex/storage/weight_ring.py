@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ambidex.core.errors import InternalError
+from ambidex.storage.lane_clock import LaneClock, Part
 from ambidex.storage.side_stream import Mark, SideStream
 
 
@@ -26,9 +27,13 @@ class WeightRing:
     Args:
         num_slots: more of them let the link run on while the accelerator does other things.
         slot_bytes: of a slot, a multiple of 8.
+        clock: is told how long copies and waits for them take; None: nobody is.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int, *, device: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, slot_bytes: int, *, device: torch.device, clock: LaneClock | None = None
+    ) -> None:
+        self._clock = clock or LaneClock()
         self.device = device
         self.slots = tuple(torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(num_slots))
         self._arrived = [Mark(device) for _ in range(num_slots)]
@@ -48,7 +53,8 @@ class WeightRing:
         """
         if place == 0 or lap is not self._lap or place != self._num_taken:
             self._begin(lap, place)
-        self._arrived[lap.slot_of(place)].wait()
+        with self._clock.span(Part.IDLE):
+            self._arrived[lap.slot_of(place)].wait()
 
     def free(self, lap: "Lap", place: int) -> None:
         """What the current stream was given so far is the last use of a chunk: its slot takes the next in line.
@@ -84,7 +90,8 @@ class WeightRing:
         with self._copies.active():
             if self._was_used[slot]:
                 self._used[slot].wait()
-            self._copy(chunk, self.slots[slot][: chunk.numel()])
+            with self._clock.span(Part.COPY):
+                self._copy(chunk, self.slots[slot][: chunk.numel()])
             self._arrived[slot].set()
         self._num_sent += 1
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ambidex.core.errors import LaneError
 from ambidex.kernels.cuda import stream_words
+from ambidex.storage.lane_clock import LaneClock, Part
 
 WAIT_LIMIT_S: Final = 20.0
 """How long one side waits for another: far longer than any layer takes, so only a fault is cut off."""
@@ -61,6 +62,20 @@ class StreamWords:
 
     def wait(self, word: Tensor) -> None:
         stream_words.wait_word(word, 1)
+
+
+class TimedWords:
+    """Other words, whose waits count as the accelerator's idle time."""
+
+    def __init__(self, words: Words, clock: LaneClock) -> None:
+        self._words, self._clock = words, clock
+
+    def write(self, word: Tensor) -> None:
+        self._words.write(word)
+
+    def wait(self, word: Tensor) -> None:
+        with self._clock.span(Part.IDLE):
+            self._words.wait(word)
 
 
 class HostWords:

@@ -38,6 +38,7 @@ from ambidex.engine.memory import (
 )
 from ambidex.engine.weights_plan import (
     KV_SHARE,
+    MOVABLE_SHARE,
     NUM_SLOTS,
     STREAMED_SHARE,
     check_placement,
@@ -118,6 +119,8 @@ class WeightChoices:
     kinds: Mapping[str, str] = field(default_factory=dict)
     auto: AutoPlacement | None = None
     """What was solved, if it was."""
+    movable_share: float = 0.0
+    """Of what lies on the accelerator, that may leave it while the engine runs."""
     moved_pairs: int = 0
     """Pairs of neurons that change places at a time; 0: none can."""
 
@@ -273,7 +276,8 @@ def _choose_weights(
             profile=profile,
             budgets=Budgets(
                 gpu=budget,
-                dram=config.dram_memory if config.dram_memory is not None else free.dram,
+                dram=(config.dram_memory if config.dram_memory is not None else free.dram)
+                - (int(MOVABLE_SHARE * budget) if config.tune_weights else 0),
                 gpu_fixed=fixed.total + num_parts * ALIGNMENT_BYTES,
                 ring=ring.num_slots * ring.chunk_bytes,
                 stream_blocks=stream_blocks,
@@ -307,8 +311,16 @@ def _choose_weights(
                 f"weights on their way take {format_size(least)}: give at least that, or a larger `gpu_memory`"
             )
         placement = fill_placement(sizes, wanted - least, streamed_share=share)
+    movable = MOVABLE_SHARE if config.tune_weights else 0.0
     sizes = measure_weights(skeleton, dtype.num_bytes, kinds=kinds, whole_kinds=as_stored)
-    plans = plan_sites(skeleton, placement, chunk_size=chunk_size, kinds=kinds, skips_neurons=skips_neurons)
+    plans = plan_sites(
+        skeleton,
+        placement,
+        chunk_size=chunk_size,
+        kinds=kinds,
+        movable_share=movable,
+        skips_neurons=skips_neurons,
+    )
     parts = count_bytes(plans, ring, dtype.num_bytes)
     screens = count_screens(plans) if screens_rows else 0
     pairs, moving = 0, 0
@@ -320,11 +332,12 @@ def _choose_weights(
         ring=ring,
         bytes=WeightBytes(
             on_gpu=sizes.whole + parts.on_gpu,
-            in_dram=parts.on_cpu + parts.streamed,
+            in_dram=parts.on_cpu + parts.streamed + parts.movable,
             screens=screens,
             ring=parts.ring,
             moving=moving,
         ),
+        movable_share=movable,
         parts=parts,
         kinds=kinds,
         auto=auto,

@@ -1,5 +1,6 @@
 """Parts of the data plane, each made from the choices."""
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -20,11 +21,14 @@ from ambidex.core.policy import HybridGenFeedback, PolicyName, resolve_policy
 from ambidex.core.selection import SelectionLimits, SelectionSetting
 from ambidex.engine.compose.choices import Choices, decode_buckets
 from ambidex.engine.compose.weights import Divided
+from ambidex.engine.tuned_world import EngineWorld, FixedMemory
+from ambidex.engine.weight_tuner import WeightTuner
 from ambidex.kernels.cpu.bounded import BoundedPool
 from ambidex.kernels.cpu.native import AttentionPool
 from ambidex.kernels.dispatch import choose
 from ambidex.models.base import CausalLM
 from ambidex.models.look_ahead import LookAhead
+from ambidex.models.weight_moves import CopyChunk, WeightMoves
 from ambidex.runner.decode import DecodeForm, FixedSteps
 from ambidex.runner.device import TORCH_DTYPES, activation_dtype
 from ambidex.runner.graphs import Capture, DecodeSteps
@@ -34,9 +38,12 @@ from ambidex.runner.tracing import LaneTracing
 from ambidex.sched.feedback import SelectionFeedback
 from ambidex.storage.host_memory import HostMemory
 from ambidex.storage.kv_pool import KVPool, RowKVPool
+from ambidex.storage.lane_clock import LaneClock
 from ambidex.storage.scan_copy import ScanCopy
 from ambidex.storage.tile_writer import TileWriter
 from ambidex.storage.tiled_pool import TiledKVPool
+
+logger = logging.getLogger(__name__)
 
 CHOICES_PER_VERIFIED: Final = 61
 """With --verify, one of so many choices of the bounded policy is computed again over all keys: a prime, so that each
@@ -53,6 +60,7 @@ def make_decode_steps(
     capture: Callable[[], Capture],
     divided: Divided | None,
     bounded: BoundedScan | None,
+    clock: LaneClock | None,
 ) -> FixedSteps | None:
     if choices.decode_form is DecodeForm.PROGRAM:
         return ProgramSteps(
@@ -78,6 +86,53 @@ def make_decode_steps(
         capture=capture() if choices.decode_form is DecodeForm.CAPTURED else None,
         weights=None if divided is None else divided.lanes,
         bounded=bounded,
+        clock=clock,
+    )
+
+
+def make_tuner(
+    config: EngineConfig,
+    choices: Choices,
+    divided: Divided | None,
+    steps: FixedSteps | None,
+    *,
+    stream_share: float,
+    copy: CopyChunk,
+) -> WeightTuner | None:
+    """What moves weights while the engine runs; None: nothing does.
+
+    Raises:
+        ConfigError: it is asked for and cannot be had.
+    """
+    auto, parts = choices.weights.auto, choices.weights.parts
+    if not config.tune_weights:
+        return None
+    if divided is None or auto is None or parts is None:
+        logger.info("nothing tunes weights: %s", choices.weights.why)
+        return None
+    if not isinstance(steps, DecodeSteps):
+        raise ConfigError(
+            f"`tune_weights` needs decode steps whose lanes can be timed, and these are {choices.decode_form} "
+            f"({choices.decode_form_why}): leave it out, or use a GPU with `graphs` auto"
+        )
+    moves = WeightMoves(
+        divided.weights,
+        divided.lanes,
+        choices.memory.ledger,
+        device=choices.device,
+        number_bytes=choices.dtype.num_bytes,
+        num_layers=choices.spec.num_layers,
+        rebound=steps.forget,
+        copy=copy,
+    )
+    fixed = FixedMemory(
+        weight_bytes=parts.on_gpu,
+        kv_gpu_tokens=choices.memory.num_blocks[Tier.GPU] * config.block_size,
+        stream_share=stream_share,
+    )
+    link = auto.profile.link
+    return WeightTuner(
+        EngineWorld(auto, fixed, moves.reach), moves, link_bytes_per_s=link.to_gpu_bytes_per_s if link else 1e9
     )
 
 

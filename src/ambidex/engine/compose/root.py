@@ -18,6 +18,7 @@ from ambidex.engine.compose.parts import (
     make_decode_steps,
     make_feedback,
     make_pools,
+    make_tuner,
     with_policy,
 )
 from ambidex.engine.compose.report import collect_fallbacks, describe
@@ -38,6 +39,7 @@ from ambidex.models.base import CausalLM
 from ambidex.models.divided import (
     RingSizes,
 )
+from ambidex.models.weight_moves import CopyChunk, copy_chunk
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.graphs import Capture, CudaCapture
 from ambidex.runner.runner import Forward, ModelRunner, call_model
@@ -49,6 +51,7 @@ from ambidex.sched.scheduler import Scheduler
 from ambidex.storage.checksums import BlockChecksums, VerifiedCopy
 from ambidex.storage.copy import CopyBlock, CopyEngine, copy_block
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
+from ambidex.storage.lane_clock import LaneClock
 from ambidex.text.guided import GuideCompiler
 from ambidex.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -68,6 +71,7 @@ def build_engine(
     cpu_levels: Sequence[Level] | None = None,
     min_scanned: int = MIN_SCANNED_BLOCKS,
     host_memory: HostMemory = HOST_MEMORY,
+    copy_weights: CopyChunk = copy_chunk,
     profile: HardwareProfile | None = None,
     dummy_kind: str | None = None,
     shape_dummy: Callable[[CausalLM], None] | None = None,
@@ -86,6 +90,8 @@ def build_engine(
             measured, on a CPU all of it.
         min_scanned: whole blocks of a request from which the bounded policy scans its keys.
         host_memory: who is asked for pinned memory and huge pages; a test hands in one that refuses.
+        copy_weights: how a chunk of weights comes to the accelerator while the engine runs; a test hands in one that
+            fails.
         dummy_kind: GGUF type, one that a GPU multiplies, of the divided matrices of dummy weights; None: plain numbers.
         shape_dummy: called with a model of dummy weights, whose biases and norms it may change.
         profile: of the machine, for `placement` auto; None: the one that `ambidex calibrate` wrote.
@@ -105,7 +111,8 @@ def build_engine(
     tokenizer = load_tokenizer(choices.source)
     eos_ids = _eos_ids(choices.spec, tokenizer)
     torch.set_num_threads(choices.num_threads)
-    model, divided = load_model(config, choices, progress, host_memory, cpu_levels, shape_dummy)
+    clock = LaneClock() if config.tune_weights else None
+    model, divided = load_model(config, choices, progress, host_memory, cpu_levels, clock, shape_dummy)
     pools = make_pools(choices, host_memory)
     fallbacks = collect_fallbacks(choices, pools, None if divided is None else divided.weights)
     identity = find_identity(config, choices)
@@ -134,6 +141,11 @@ def build_engine(
     )
     stream_share, stream_why = choose_stream_share(config, choices, pools)
     bounded = make_bounded(config, choices, pools, min_scanned)
+    decode_steps = make_decode_steps(
+        config, choices, model, pools, forward, stream_share, capture, divided, bounded, clock
+    )
+    tuner = make_tuner(config, choices, divided, decode_steps, stream_share=stream_share, copy=copy_weights)
+    after_step = tuner.after_step if tuner is not None else None
     trace = trace_lanes(tracer, choices.device, copy)
     runner = ModelRunner(
         model=model,
@@ -142,7 +154,7 @@ def build_engine(
         copies=CopyEngine(pools, copy=trace.copy),
         device=choices.device,
         forward=forward,
-        decode_steps=make_decode_steps(config, choices, model, pools, forward, stream_share, capture, divided, bounded),
+        decode_steps=decode_steps,
         torch_threads=TorchThreads(choices.num_threads)
         if choices.device.type == "cpu" and choices.threads is not None
         else None,
@@ -167,9 +179,14 @@ def build_engine(
         runner if checksums is None else VerifiedExecutor(runner.execute, checksums, device=choices.device)
     )
     core = (
-        EngineCore(scheduler=scheduler, executor=executor, launch=runner.launch if checksums is None else None)
+        EngineCore(
+            scheduler=scheduler,
+            executor=executor,
+            launch=runner.launch if checksums is None and tuner is None else None,
+            after_step=after_step,
+        )
         if not tracer.is_on
-        else TracedCore(scheduler=scheduler, executor=executor, tracer=tracer, kv_bytes=kv_bytes)
+        else TracedCore(scheduler=scheduler, executor=executor, tracer=tracer, kv_bytes=kv_bytes, after_step=after_step)
     )
     core.stats.fallbacks.update(fallbacks.counts)
     return Engine(
@@ -206,6 +223,7 @@ def build_engine(
         sessions=sessions,
         neuron_figures=None if divided is None else divided.neuron_figures,
         predict_step=choices.weights.auto.predict_step_s if choices.weights.auto is not None else None,
+        tuner=tuner,
     )
 
 

@@ -29,6 +29,7 @@ from ambidex.models.registry import build_model
 from ambidex.models.weights import load_weights, make_dummy_weights
 from ambidex.runner.device import TORCH_DTYPES, activation_dtype
 from ambidex.storage.host_memory import HostMemory
+from ambidex.storage.lane_clock import LaneClock
 
 Progress = Callable[[int, int], None]
 
@@ -67,6 +68,7 @@ def load_model(
     progress: Progress | None,
     host_memory: HostMemory,
     cpu_levels: Sequence[Level] | None,
+    clock: LaneClock | None,
     shape_dummy: Callable[[CausalLM], None] | None = None,
 ) -> tuple[CausalLM, Divided | None]:
     device, dtype = choices.device, TORCH_DTYPES[choices.dtype]
@@ -93,6 +95,7 @@ def load_model(
                 choices.weights.placement,
                 chunk_size=sizes.chunk_bytes // choices.dtype.num_bytes,
                 kinds=choices.weights.kinds,
+                movable_share=choices.weights.movable_share,
                 skips_neurons=choices.sparsity is not None,
             ),
             sizes=sizes,
@@ -101,6 +104,7 @@ def load_model(
             linear=linear,
             host_linear=host_linear,
             memory=host_memory,
+            clock=clock,
         )
     matrices = divided.matrices if divided is not None else {}
     if config.load_format is LoadFormat.DUMMY:
@@ -132,7 +136,8 @@ def load_model(
         assert sizes_in_dram is not None, "divided weights were counted"
         levels = rates.levels(on_cpu=sizes_in_dram.on_cpu, streamed=sizes_in_dram.streamed)
         if choices.weights.auto is not None:
-            levels = keep_whole(levels, choices.weights.auto.workload.batch)
+            decided = config.max_running_requests if config.tune_weights else choices.weights.auto.workload.batch
+            levels = keep_whole(levels, decided)
     if cpu_levels is not None:  # measured all the same, for the faster form of the CPU's products
         levels = list(cpu_levels)
     lanes = WeightLanes(

@@ -1,0 +1,136 @@
+"""`LaneClock`: for how long each lane of a decode step was busy, for who decides what lies where.
+
+    accelerator   the whole step, less the spans in which it waits for the CPU's answers and for weights on their way
+    CPU           what the CPU lane computes, without its waits
+    link          the copies of weights
+
+On a GPU a span is a pair of events. Inside a captured step they are nodes of its graph, which each replay sets anew:
+about 2 µs each, so nobody measures unless somebody asks.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import StrEnum
+from typing import Protocol
+
+import torch
+
+from ambidex.core.ids import Lane
+
+
+class Part(StrEnum):
+    """What a span is of."""
+
+    STEP = "step"
+    IDLE = "idle"
+    COPY = "copy"
+
+
+class _Span(Protocol):
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+    def seconds(self) -> float: ...
+
+
+class _HostSpan:
+    """Of the calling thread."""
+
+    def __init__(self) -> None:
+        self._begin = self._end = 0.0
+
+    def begin(self) -> None:
+        self._begin = time.perf_counter()
+
+    def end(self) -> None:
+        self._end = time.perf_counter()
+
+    def seconds(self) -> float:
+        return self._end - self._begin
+
+
+class _DeviceSpan:
+    """Of the stream that is current at its begin and end."""
+
+    def __init__(self) -> None:
+        self._events = [
+            torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]  # torch has no types here
+            for _ in range(2)
+        ]
+
+    def begin(self) -> None:
+        self._events[0].record()
+
+    def end(self) -> None:
+        self._events[1].record()
+
+    def seconds(self) -> float:
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
+
+
+class StepTimes:
+    """The spans of one form of a step; each run of it sets them anew.
+
+    Args:
+        device: the accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._spans: dict[Part, list[_Span]] = {part: [] for part in Part}
+        self.cpu_s: float | None = 0.0
+        """None: the CPU lane did something that nobody timed."""
+
+    @contextmanager
+    def span(self, part: Part) -> Iterator[None]:
+        """Time the block: what runs or is launched inside."""
+        span: _Span = _DeviceSpan() if self._is_cuda else _HostSpan()
+        self._spans[part].append(span)
+        span.begin()
+        try:
+            yield
+        finally:
+            span.end()
+
+    def read(self) -> dict[Lane, float]:
+        """Busy seconds of each lane in the last run, of those that were timed; waits for its end."""
+        sums = {part: sum(span.seconds() for span in spans) for part, spans in self._spans.items()}
+        if not self._is_cuda:  # copies are made where they stand, in the accelerator's own thread
+            sums[Part.STEP] -= sums[Part.COPY]
+        found = {Lane.GPU: max(0.0, sums[Part.STEP] - sums[Part.IDLE]), Lane.STREAM: sums[Part.COPY]}
+        return found if self.cpu_s is None else found | {Lane.CPU: self.cpu_s}
+
+
+class LaneClock:
+    """Who times spans asks here; without a step that is timed nothing is."""
+
+    def __init__(self) -> None:
+        self._times: StepTimes | None = None
+
+    @contextmanager
+    def timing(self, times: StepTimes) -> Iterator[None]:
+        """Add the spans of the block to `times`."""
+        self._times = times
+        try:
+            yield
+        finally:
+            self._times = None
+
+    def span(self, part: Part) -> AbstractContextManager[None]:
+        """Time the block, if it is part of a step that is timed."""
+        return nullcontext() if self._times is None else self._times.span(part)
+
+    def start_cpu(self, times: StepTimes | None) -> None:
+        """A step begins in which the CPU lane's seconds count for `times`."""
+        self._cpu = times
+        if times is not None:
+            times.cpu_s = 0.0
+
+    def add_cpu(self, seconds: float | None) -> None:
+        """The CPU lane has computed for so long; None: for an unknown time."""
+        if self._cpu is not None:
+            known = self._cpu.cpu_s
+            self._cpu.cpu_s = None if known is None or seconds is None else known + seconds
+
+    _cpu: StepTimes | None = None
