@@ -335,6 +335,14 @@ def test_unknown_route_and_method_answer_in_the_same_shape(server: LiveServer) -
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
+def test_unknown_field_with_a_long_name_is_not_sent_back_whole(server: LiveServer) -> None:
+    # Bug: a field's name of 1 MB came back twice, in the message and as param.
+    error = server.http.post("/v1/completions", json={"prompt": "x", "z" * 1_000_000: 1}).json()["error"]
+    assert error["code"] == "unknown_field"
+    assert error["param"] == "z" * 199 + "…"
+    assert len(error["message"]) < 300
+
+
 def test_lenient_server_lists_what_it_left_out(folder: Path) -> None:
     with LiveServer(maker(folder), lenient=True) as server:
         body = {"prompt": "x", "temperature": 0, "max_tokens": 3, "frob": 1, "stream_options": {"x": 1}, "stream": True}

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -207,6 +208,31 @@ def test_error_of_an_engine_that_was_mended_is_forgotten() -> None:
 
     service = asyncio.run(main())
     assert (service.num_restarts, service.error) == (1, None)
+
+
+def test_progress_of_a_restart_begins_anew() -> None:
+    # Bug: "the engine failed and is being built anew (100 %)", which was the progress of the engine before.
+    engines: list[LostEngine] = []
+    seen: list[tuple[int, int]] = []
+
+    async def main() -> None:
+        async def start(progress: Callable[[int, int], None]) -> Any:
+            seen.append(service.loaded_bytes)
+            progress(100, 100)
+            engines.append(LostEngine(EngineLostError("lost") if not engines else None))
+            return engines[-1]
+
+        service = EngineService(start, stall_s=60)
+        running = asyncio.create_task(service.run())
+        async with asyncio.timeout(30):
+            while len(engines) < 2 or service.state != "ready":
+                await asyncio.sleep(0.01)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+    asyncio.run(main())
+    assert seen == [(0, 0), (0, 0)]
 
 
 def test_engine_that_is_lost_at_the_first_start_ends_the_server() -> None:

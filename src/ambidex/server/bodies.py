@@ -15,6 +15,8 @@ B = TypeVar("B", bound=BaseModel)
 _MAX_NAMED: Final = 5
 """Wrong fields that one error names."""
 _MAX_QUOTED: Final = 60
+_MAX_NAME: Final = 200
+"""Characters of a field's name that an error shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ def _without(data: bytes, model: type[B], unknown: Iterable[ErrorDetails]) -> Pa
     """Leave the unknown fields out."""
     value = from_json(data)
     dropped = [problem["loc"] for problem in unknown if _drop(value, problem["loc"])]
-    warnings = tuple(f"{_path(loc)} is unknown and was left out" for loc in dropped)
+    warnings = tuple(f"{_shorten(_path(loc), _MAX_NAME)} is unknown and was left out" for loc in dropped)
     try:
         return Parsed(model.model_validate_json(to_json(value)), warnings)
     except ValidationError as error:
@@ -69,7 +71,7 @@ def _drop(value: Any, path: tuple[int | str, ...]) -> bool:
 def _refusal(problems: list[ErrorDetails]) -> Exception:
     unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
     if unknown:
-        names = [_path(problem["loc"]) for problem in unknown]
+        names = [_shorten(_path(problem["loc"]), _MAX_NAME) for problem in unknown]
         plural = "s" * (len(names) > 1)
         shown = ", ".join(names[:_MAX_NAMED]) + (", …" if len(names) > _MAX_NAMED else "")
         return bad_request(
@@ -88,9 +90,12 @@ def _describe(problem: ErrorDetails) -> str:
     path = _path(problem["loc"]) or "the body"
     if problem["type"] == "missing":
         return f"{path} is missing"
-    value = repr(problem["input"])
-    shown = value if len(value) <= _MAX_QUOTED else value[: _MAX_QUOTED - 1] + "…"
+    shown = _shorten(repr(problem["input"]), _MAX_QUOTED)
     return f"{path} is {shown}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
+
+
+def _shorten(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

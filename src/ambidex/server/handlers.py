@@ -131,7 +131,8 @@ class Handlers:
         parsed = await read_body(http, DetokenizeRequest, is_lenient=self.config.lenient)
         llm = self._engine(parsed.body.model)
         llm.text.check_ids("tokens", parsed.body.tokens)
-        text = llm.text.tokenizer.decode(parsed.body.tokens, skip_special=False)
+        ids = parsed.body.tokens
+        text = await _aside(len(ids), lambda: llm.text.tokenizer.decode(ids, skip_special=False))
         return JSONResponse(_with_warnings({"prompt": text}, parsed.warnings))
 
     async def abort(self, http: HttpRequest) -> Response:

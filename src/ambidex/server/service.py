@@ -201,6 +201,7 @@ class EngineService:
             )
             return False
         self.num_restarts += 1
+        self.loaded_bytes = (0, 0)  # the last engine's
         delay_s = 0.0 if len(recent) == 1 else FIRST_DELAY_S * 2 ** (len(recent) - 2)
         logger.error("the engine failed and is built anew in %g s: %s", delay_s, self.error)
         gc.unfreeze()

@@ -1,3 +1,5 @@
+import threading
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -72,6 +74,25 @@ def test_encode_interrupt_goes_through(interrupt: type[BaseException]) -> None:
     tokenizer._backend = Mock(encode=Mock(side_effect=interrupt))
     with pytest.raises(interrupt):
         tokenizer.encode("a")
+
+
+def test_encode_long_text_lets_other_threads_go_on(tokenizer: Tokenizer) -> None:
+    # Bug: the interpreter's lock was held all the while: a prompt of 10 MB kept a server from answering for 12 s.
+    # A sentence as a whole is one word for this tokenizer's merges, so its ids are those of its parts.
+    begins, ids, num_turns = threading.Event(), list[int](), 0
+
+    def encode() -> None:
+        begins.set()
+        ids.extend(tokenizer.encode("hello world " * 100_000, add_special=False))
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    begins.wait()
+    while thread.is_alive():
+        num_turns += 1
+        time.sleep(0)
+    assert num_turns > 100  # with the lock held: one or two
+    assert ids == tokenizer.encode("hello world ", add_special=False) * 100_000
 
 
 def test_decode_special_tokens_are_skipped_or_shown(tokenizer: Tokenizer) -> None:
