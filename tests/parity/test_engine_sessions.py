@@ -30,6 +30,12 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "sessions"
 
 
+@pytest.fixture(autouse=True)
+def reads_what_lies_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model computes its prompts faster than a busy machine reads them: measured, they may be computed."""
+    monkeypatch.setattr("ambidex.engine.sessions.is_load_faster", lambda **_: True)
+
+
 def open_llm(folder: Path, saved: Path, device: DeviceKind = DeviceKind.CPU, **settings: object) -> LLM:
     own = {"block_size": 4, "prefix_cache_percent": 100, "session_dir": str(saved)} | settings
     return LLM(config_of(folder, device, **own))
@@ -176,6 +182,11 @@ def test_quota_holds(folder: Path, saved: Path) -> None:
             ask(llm, prompt)
             assert llm.stats().saved_bytes <= quota
     assert 0 < sum(path.stat().st_size for path in files_of(saved)) <= quota
+
+
+def test_quota_that_holds_no_block_is_refused_instead_of_saving_nothing(folder: Path, saved: Path) -> None:
+    with pytest.raises(ConfigError, match=r"session_quota.* is 1000 B: a block of 4 tokens takes"):
+        open_llm(folder, saved, session_quota=1000)
 
 
 def test_dropped_blocks_are_gone_from_disk_too(folder: Path, saved: Path) -> None:

@@ -53,6 +53,7 @@ class SavedBlocks:
         self._jobs: queue.SimpleQueue[tuple[BlockHead, memoryview] | None] = queue.SimpleQueue()
         self._num_loaded = 0
         self._num_refused = len(folder.unknown)
+        self._has_warned = False  # of a block that is not used
         self._num_failed = 0
         self._read_rate: float | None = None
         if folder.unknown:
@@ -219,7 +220,8 @@ class SavedBlocks:
         return self._scratch[pool.spec]
 
     def _refuse(self, key: bytes, error: Exception) -> None:
-        level = logging.INFO if self._num_refused else logging.WARNING
+        level = logging.INFO if self._has_warned else logging.WARNING
         self._num_refused += 1
+        self._has_warned = True
         logger.log(level, "a saved block is not used and deleted: %s", error)
         self._folder.remove(key)

@@ -9,6 +9,7 @@ from pathlib import Path
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import Tier
+from ambidex.core.units import format_size
 from ambidex.engine.compose.choices import Choices
 from ambidex.engine.sessions import Sessions
 from ambidex.engine.stats import EngineStats
@@ -68,10 +69,16 @@ def make_sessions(
     Args:
         stats: gives those of the engine, once it is built.
     Raises:
-        ConfigError: the folder cannot be used.
+        ConfigError: the folder cannot be used, or the quota holds not one block.
     """
     if config.session_dir is None:
         return None
+    block_bytes = max((pool.spec.bytes_per_block for pool in pools.values() if pool.num_blocks), default=0)
+    if config.session_quota <= block_bytes:
+        raise ConfigError(
+            f"`session_quota` is {format_size(config.session_quota)}: a block of {config.block_size} tokens takes "
+            f"{format_size(block_bytes)} and its head: give more, or a smaller `block_size`"
+        )
     folder = BlockFolder(Path(config.session_dir).expanduser(), identity.digest, config.session_quota)
     store = SavedBlocks(folder, identity.digest, pools, copy=copy)
     return Sessions(kv, store, compute_rate=lambda: _compute_rate(stats()))
