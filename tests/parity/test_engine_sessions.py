@@ -244,6 +244,7 @@ def test_slow_disk_is_left_alone(
 ) -> None:
     with open_llm(folder, saved) as llm:
         ask(llm, [5, *PROMPT])  # now it is known how fast prompts are computed
+        monkeypatch.setattr("ambidex.engine.sessions.is_load_faster", is_load_faster)  # the real one
         monkeypatch.setattr("ambidex.storage.saved_blocks.SavedBlocks.read_bytes_per_s", 1.0)
         output = ask(llm)
         assert output.num_cached_tokens == 0
