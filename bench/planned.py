@@ -7,6 +7,7 @@ always. After the timed steps one chunk of prompts is computed and sampled from,
 an engine in use.
 """
 
+import argparse
 import gc
 import json
 import multiprocessing
@@ -44,6 +45,7 @@ from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.formats.locate import find_model
 from ambidex.formats.spec import read_spec
+from ambidex.hw.presets import make_profile
 from ambidex.hw.profile import HardwareProfile
 from ambidex.hw.profile_file import default_path, read_profile
 from ambidex.mlp.split_site import Level
@@ -429,6 +431,21 @@ def _weight_lane_bytes(engine: Engine, configuration: Configuration) -> dict[str
     steps = engine.core.executor.decode_steps  # type: ignore[attr-defined]  # the runner's
     lanes = steps.weight_lanes.num_bytes(configuration.batch) if steps is not None and steps.weight_lanes else {}
     return {lane.value: lanes.get(lane, 0) for lane in (Lane.CPU, Lane.STREAM)}
+
+
+def make_settings(args: argparse.Namespace) -> Settings:
+    """This machine's, or those of a trial.
+
+    Args:
+        args: `quick`, `profile` (a file or None) and `steps` of the command line.
+    Raises:
+        ConfigError: there is no profile of this machine.
+    """
+    if args.quick:
+        profile = make_profile("rtx3060-12g", "ddr4-2ch", "pcie3x16")
+        return Settings(device=DeviceKind.CPU, dtype=DType.FP32, profile=profile, steps=args.steps)
+    profile = find_profile(args.profile)
+    return Settings(device=DeviceKind.CUDA, dtype=DType.BF16, profile=profile, steps=args.steps)
 
 
 def find_profile(path: Path | None) -> HardwareProfile:

@@ -20,14 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ambidex.core.config import DeviceKind
-from ambidex.core.dtypes import DType
 from ambidex.core.errors import AmbidexError
 from ambidex.core.units import GIB, MIB
 from ambidex.cost.workload import KVShares
-from ambidex.hw.presets import make_profile
 from harness import REPO, append_record, environment, significant
-from planned import NUM_WARMUP_STEPS, Configuration, Settings, find_profile, run
+from planned import NUM_WARMUP_STEPS, Configuration, make_settings, run
 
 LIMIT_S: Final = 90.0
 """For one configuration."""
@@ -116,19 +113,6 @@ def parse_args() -> argparse.Namespace:
     if args.steps < 1 or args.budget_s <= 0:
         parser.error("--steps must be at least 1, --budget-s above 0")
     return args
-
-
-def make_settings(args: argparse.Namespace) -> Settings:
-    """This machine's, or those of a trial.
-
-    Raises:
-        ConfigError: there is no profile of this machine.
-    """
-    if args.quick:
-        profile = make_profile("rtx3060-12g", "ddr4-2ch", "pcie3x16")
-        return Settings(device=DeviceKind.CPU, dtype=DType.FP32, profile=profile, steps=args.steps)
-    profile = find_profile(args.profile)
-    return Settings(device=DeviceKind.CUDA, dtype=DType.BF16, profile=profile, steps=args.steps)
 
 
 def summarise(points: Sequence[dict[str, Any]]) -> dict[str, Any]:

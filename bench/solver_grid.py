@@ -21,17 +21,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from ambidex.core.config import DeviceKind
-from ambidex.core.dtypes import DType
 from ambidex.core.errors import AmbidexError
 from ambidex.core.placement import LayerPlacement, Placement, WeightSplit
 from ambidex.core.units import GIB, MIB
 from ambidex.cost.workload import KVShares
-from ambidex.hw.presets import make_profile
 from ambidex.solver.planning import PlanRequest
 from ambidex.solver.problem import MARGIN_BYTES, PlacementProblem
 from harness import REPO, append_record, environment, significant
-from planned import NUM_WARMUP_STEPS, Configuration, Settings, find_profile, make_model, plan, run
+from planned import NUM_WARMUP_STEPS, Configuration, Settings, make_model, make_settings, plan, run
 
 LIMIT_S: Final = 90.0
 WEIGHT_SHARES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -100,19 +97,6 @@ def parse_args() -> argparse.Namespace:
     if min(args.layers, args.batch, args.context, args.steps) < 1 or args.layers > WHOLE_LAYERS:
         parser.error(f"--layers must be 1 to {WHOLE_LAYERS}, --batch, --context and --steps at least 1")
     return args
-
-
-def make_settings(args: argparse.Namespace) -> Settings:
-    """This machine's, or those of a trial.
-
-    Raises:
-        ConfigError: there is no profile of this machine.
-    """
-    if args.quick:
-        profile = make_profile("rtx3060-12g", "ddr4-2ch", "pcie3x16")
-        return Settings(device=DeviceKind.CPU, dtype=DType.FP32, profile=profile, steps=args.steps)
-    profile = find_profile(args.profile)
-    return Settings(device=DeviceKind.CUDA, dtype=DType.BF16, profile=profile, steps=args.steps)
 
 
 def make_configuration(args: argparse.Namespace, settings: Settings) -> Configuration:

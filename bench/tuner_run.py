@@ -23,19 +23,17 @@ from typing import Any, Final
 import torch
 
 from ambidex import EngineConfig
-from ambidex.core.config import DeviceKind, DTypeChoice, LoadFormat
-from ambidex.core.dtypes import DType
+from ambidex.core.config import DTypeChoice, LoadFormat
 from ambidex.core.errors import AmbidexError
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.units import parse_size
 from ambidex.cost.units import BLOCK_SIZE
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
-from ambidex.hw.presets import make_profile
 from ambidex.models.divided import RingSizes
 from ambidex.runner.decode import DecodeForm
 from harness import REPO, append_record, environment, significant
-from planned import CHUNK, Configuration, PromptsOnDemand, Settings, fill, find_profile, make_model, step
+from planned import CHUNK, Configuration, PromptsOnDemand, Settings, fill, make_model, make_settings, step
 
 SETTLED: Final = 30
 """Steps of a phase after which the tuner should have found its place."""
@@ -93,18 +91,6 @@ def parse_args() -> argparse.Namespace:
     if args.quick:
         args.shape, args.layers, args.gpu_memory = "tiny", 3, parse_size("7MiB")
     return args
-
-
-def make_settings(args: argparse.Namespace) -> Settings:
-    """This machine's, or those of a trial.
-
-    Raises:
-        ConfigError: there is no profile of this machine.
-    """
-    if args.quick:
-        profile = make_profile("rtx3060-12g", "ddr4-2ch", "pcie3x16")
-        return Settings(device=DeviceKind.CPU, dtype=DType.FP32, profile=profile, steps=args.steps)
-    return Settings(device=DeviceKind.CUDA, dtype=DType.BF16, profile=find_profile(args.profile), steps=args.steps)
 
 
 def run_tuned(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import logging
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,28 @@ def test_quota_holds(folder: Path, saved: Path) -> None:
 def test_quota_that_holds_no_block_is_refused_instead_of_saving_nothing(folder: Path, saved: Path) -> None:
     with pytest.raises(ConfigError, match=r"session_quota.* is 1000 B: a block of 4 tokens takes"):
         open_llm(folder, saved, session_quota=1000)
+
+
+def test_a_write_that_fails_unforeseen_does_not_keep_the_engine_from_ending(
+    folder: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr("ambidex.storage.saved_blocks.write_block_file", fail)
+    with open_llm(folder, saved) as llm:
+        ask(llm)
+        while llm._engine.do_chore():
+            pass
+        sessions = llm._engine._sessions
+        assert sessions is not None
+        end = time.monotonic() + 20
+        while sessions.has_unsaved and time.monotonic() < end:  # for ever, once its thread has ended
+            time.sleep(0.01)
+        assert not sessions.has_unsaved
+        sessions.record(llm.stats())
+        assert llm.stats().num_failed_saves > 1
+    assert files_of(saved) == []
 
 
 def test_dropped_blocks_are_gone_from_disk_too(folder: Path, saved: Path) -> None:

@@ -14,7 +14,7 @@ _FORKED.set_forkserver_preload(["ambidex.compare.worker"])
 def start_worker(part_file: Path, results: Path, output: Path) -> BaseProcess:
     """Begin to measure the part in a file; results and all that is printed are appended to the other two.
 
-    The process ends with this one.
+    The process ends when this one does, unless that is killed.
     """
     process = _FORKED.Process(target=_work, args=(str(part_file), str(results), str(output)), daemon=True)
     process.start()

@@ -32,8 +32,6 @@ from ambidex.mlp.screen import Screen
 
 BAGS_PER_THREAD: Final = 2
 """Pieces of a token's rows for each thread: with a few more than threads, one that is late holds up less."""
-
-
 TRY_AGAIN_STEPS: Final = 64
 """After so many steps in which it did not pay to screen, one is screened all the same: traffic changes."""
 

@@ -4,8 +4,8 @@
     CPU           what the CPU lane computes, without its waits
     link          the copies of weights
 
-On a GPU a span is a pair of events. Inside a captured step they are nodes of its graph, which each replay sets anew:
-about 2 µs each, so nobody measures unless somebody asks.
+On a GPU a span is a pair of events. Inside a captured step they are nodes of its graph, which each replay sets anew.
+They cost time, so nobody measures unless somebody asks.
 """
 
 import time

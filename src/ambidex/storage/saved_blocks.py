@@ -183,12 +183,11 @@ class SavedBlocks:
             try:
                 num_bytes = write_block_file(self._folder.path_of(head.key, head.block_idx), head, [payload])
                 self._folder.note(head.key, head.block_idx, num_bytes)
-            except OSError as error:
+            except Exception as error:  # whatever it is: without this thread the end of the engine would wait for ever
                 level = logging.INFO if self._num_failed else logging.WARNING
                 self._num_failed += 1
-                logger.log(
-                    level, "a block of %s was not saved: %s", format_size(len(payload)), error.strerror or error
-                )  # fmt: skip
+                why = getattr(error, "strerror", None) or error
+                logger.log(level, "a block of %s was not saved: %s", format_size(len(payload)), why)
             finally:
                 del self._pending[head.key]
 
