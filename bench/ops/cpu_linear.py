@@ -174,8 +174,8 @@ def measure(case: Case, threads: native.ThreadPool, memory: Tensor) -> dict[str,
     num_bytes = len(weights) * case.call_bytes
     best = num_bytes / min(seconds)
     print(
-        f"{case.number} {case.num_out:5} x {case.num_in:4}, {case.tokens:2} tokens, {case.threads:2} threads, {case.isa}: "
-        f"{best / 1e9:6.1f} GB/s of weights, {best / ceiling:.0%} of plain reads ({ceiling / 1e9:.1f}); "
+        f"{case.number} {case.num_out:5} x {case.num_in:4}, {case.tokens:2} tokens, {case.threads:2} threads, "
+        f"{case.isa}: {best / 1e9:6.1f} GB/s of weights, {best / ceiling:.0%} of plain reads ({ceiling / 1e9:.1f}); "
         f"{min(seconds) / len(weights) * 1e6:6.0f} µs a call",
         flush=True,
     )
