@@ -6,12 +6,13 @@ from typing import Any, Final
 import pytest
 
 from ambidex import EngineConfig, SamplingParams
+from ambidex.attention.scan_rule import ScanRule
 from ambidex.core.config import DeviceKind, DTypeChoice, KVDTypeChoice
 from ambidex.core.errors import ConfigError
-from ambidex.core.ids import Tier
+from ambidex.core.ids import Lane, Tier
 from ambidex.core.policy import BoundedScores, PolicyName
 from ambidex.core.step import SelectionFigures
-from ambidex.engine.compose import build_engine
+from ambidex.engine.compose import build_engine, choices, lanes
 from ambidex.engine.engine import Engine
 from ambidex.runner.decode import DecodeForm
 from fault_runs import run, tokens
@@ -39,6 +40,18 @@ FORMS: Final = [
 ]
 
 
+BESIDE: Final[dict[DecodeForm | None, dict[str, Any]]] = {}
+"""What is handed in with a form: filled by `lane_on_cpu`."""
+
+
+@pytest.fixture
+def lane_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of fixed form with a stream lane and a scan lane, without a GPU."""
+    monkeypatch.setattr(choices, "why_no_stream", lambda *_: None)
+    monkeypatch.setattr(lanes, "find_no_stream", lambda *_: None)
+    monkeypatch.setitem(BESIDE, DecodeForm.FIXED, {"min_streamed": 10**9})
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_engine_folder(tmp_path_factory.mktemp("bounded"))
@@ -49,7 +62,9 @@ def make_engine(folder: Path, form: DecodeForm | None = None, **settings: Any) -
         "device": DeviceKind.CPU, "max_context_len": 128, "num_threads": 1, "block_size": 16, "dtype": DTypeChoice.FP32,
         "dram_memory": 2**22, "max_running_requests": 4,
     }  # fmt: skip
-    return build_engine(EngineConfig(model=str(folder), **common | settings), decode_form=form, min_scanned=1)
+    return build_engine(
+        EngineConfig(model=str(folder), **common | settings), decode_form=form, min_scanned=1, **BESIDE.get(form, {})
+    )
 
 
 def bounded(folder: Path, form: DecodeForm | None, mass: float, **settings: Any) -> Engine:
@@ -85,6 +100,73 @@ def test_it_leaves_out_keys_and_reports_what_that_may_cost(
     assert figures.max_error_bound > 0
     assert 0.3 < figures.attended_share < 0.95
     assert sum(engine.stats.lane_bytes.values()) > 0
+
+
+@pytest.mark.usefixtures("lane_on_cpu")
+@pytest.mark.parametrize("percent", [0, 40, 100])
+def test_lanes_that_scan_together_give_the_answers_of_exact_attention(folder: Path, percent: int) -> None:
+    wanted = tokens(run(make_engine(folder, **SPLIT), PROMPTS, GREEDY))
+    engine = bounded(folder, DecodeForm.FIXED, 1e-4, **SPLIT, stream_percent=percent)
+    assert tokens(run(engine, PROMPTS, GREEDY)) == wanted
+    assert (engine.stats.lane_bytes[Lane.STREAM] > 0) is (percent > 0)
+    assert selection(engine).max_dropped_mass <= 1e-4
+
+
+@pytest.mark.usefixtures("lane_on_cpu")
+def test_lanes_that_scan_together_leave_out_keys_and_report_it(folder: Path) -> None:
+    check_scan_lane(bounded(folder, DecodeForm.FIXED, 0.3, **SPLIT, stream_percent=50))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [DTypeChoice.FP16, DTypeChoice.BF16])
+@pytest.mark.parametrize("percent", [50, None])
+def test_a_gpu_scans_its_share_over_the_link(folder: Path, dtype: DTypeChoice, percent: int | None) -> None:
+    settings = {**SPLIT, "device": DeviceKind.CUDA, "dtype": dtype, "stream_percent": percent}
+    engine = bounded(folder, None, 0.3, **settings)
+    assert "of scanned ones 0" not in engine.report.why("compute", "stream_share")
+    check_scan_lane(engine)
+    assert engine.stats.num_replayed_steps > 10
+    careful = bounded(folder, None, 1e-4, **settings)
+    exact = make_engine(folder, None, **settings)
+    found, wanted = (tokens(run(one, PROMPTS, GREEDY)) for one in (careful, exact))
+    assert [answer[0] for answer in found] == [answer[0] for answer in wanted]  # later ones follow from near ties, too
+    assert selection(careful).max_dropped_mass <= 1e-4
+
+
+def check_scan_lane(engine: Engine) -> None:
+    """Run prompts of which keys may be left out, and look at what is said of it."""
+    run(engine, PROMPTS, GREEDY)
+    figures = selection(engine)
+    assert 0.02 < figures.mean_dropped_mass <= figures.max_dropped_mass <= 0.3
+    assert figures.max_error_bound > 0
+    assert 0.3 < figures.attended_share < 0.95
+    assert engine.stats.lane_bytes[Lane.STREAM] > 0
+    assert engine.stats.lane_bytes[Lane.CPU] > 0
+    assert engine.stats.num_graph_failures == 0
+
+
+@pytest.mark.usefixtures("lane_on_cpu")
+def test_a_rule_says_which_steps_scan_and_the_others_are_exact_ones(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = iter(range(10**6))
+
+    class EverySecond(ScanRule):
+        def is_scanned(self, num_keys: int) -> bool:
+            return num_keys > 0 and next(turns) % 2 == 0
+
+    monkeypatch.setattr(lanes, "ScanRule", EverySecond)
+    config = EngineConfig(
+        model=str(folder), device=DeviceKind.CPU, num_threads=1, block_size=16, max_context_len=128, dram_memory=2**22,
+        max_running_requests=4, policy=PolicyName.BOUNDED, max_dropped_mass=0.3, dtype=DTypeChoice.FP32,
+        stream_percent=0, **SPLIT,
+    )  # fmt: skip
+    engine = build_engine(config, decode_form=DecodeForm.FIXED, **BESIDE[DecodeForm.FIXED])
+    run(engine, PROMPTS, GREEDY)
+    figures = selection(engine)
+    assert next(turns) > 10
+    assert 0.6 < figures.attended_share < 1.0
+    assert 0 < figures.max_dropped_mass <= 0.3
 
 
 @pytest.mark.parametrize(("form", "settings"), FORMS[1::2])

@@ -147,6 +147,23 @@ def collect_figures(
     )
 
 
+def join_lanes(cpu: NDArray[np.float32], lane: NDArray[np.float32]) -> NDArray[np.float32]:
+    """What the CPU lane and the scan lane left out together of the softmax over all keys.
+
+    Each leaves out a share of its own keys and of a part of what is near, and the parts make up all of that: of the
+    whole, no more is left out than the larger share, since (a + b) / (A + B) ≤ max(a / A, b / B).
+
+    Args:
+        cpu: [L, B, Hq, NUM_FIGURES]; lane: [L, B, Hq, NUM_LANE_FIGURES].
+    """
+    joined = cpu.copy()
+    joined[..., 0] = np.maximum(cpu[..., 0], lane[..., 0])
+    joined[..., 1] = np.maximum(cpu[..., 1], lane[..., 0])
+    joined[..., 2] = np.maximum(cpu[..., 2], lane[..., 1])
+    joined[..., 4] = cpu[..., 4] + lane[..., 2]
+    return joined
+
+
 def scanned_bytes(
     copies: Mapping[Tier, ScanCopy],
     figures: Mapping[Tier, NDArray[np.float32]],

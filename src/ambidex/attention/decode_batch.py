@@ -4,7 +4,8 @@
     table        7  4                                   keys side by side: those of blocks 7 and 4
     streamed     2                                      the first of those in DRAM, for the stream lane: they travel as
                                                         runs of consecutive blocks, and the stream table names their
-                                                        places in the accelerator's buffer
+                                                        places in the accelerator's buffer; where the scan lane has
+                                                        its place it reads them where they lie: their ids
     key batch    5                                      the others, for the CPU lane
 
 What changes little from step to step is kept: the block ids of each request as arrays, which of them a row of the
@@ -12,7 +13,7 @@ device's table already holds, and the CPU lane's key batches. A step in which no
 opened two sends no table at all.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -45,6 +46,8 @@ class DecodeBatch:
         has_cpu_lane: steps may have keys in DRAM.
         stream_share: of each request's blocks in DRAM that the stream lane takes, 0 to 1; 0 where layers have windows.
         max_streamed: blocks that it takes in a step, all requests together.
+        scans: from the keys in DRAM of a step, whether the bounded policy scans them; None: it never does.
+        scan_share, max_scanned: the same of the scan lane, which has the stream lane's place in such steps.
     """
 
     def __init__(
@@ -55,6 +58,9 @@ class DecodeBatch:
         has_cpu_lane: bool,
         stream_share: float = 0.0,
         max_streamed: int = 0,
+        scans: Callable[[int], bool] | None = None,
+        scan_share: float = 0.0,
+        max_scanned: int = 0,
     ) -> None:
         self._inputs = inputs
         self._block_size = block_size
@@ -62,6 +68,12 @@ class DecodeBatch:
         self.stream_share = stream_share if inputs.windows == (None,) else 0.0
         """May be changed between steps."""
         self._max_streamed = max_streamed
+        self._scans = scans
+        self.scan_share = scan_share if inputs.windows == (None,) else 0.0
+        """Likewise."""
+        self._max_scanned = max_scanned
+        self.is_scanned = False
+        """The step's keys in DRAM are scanned."""
         self._contexts = Contexts(max_requests=inputs.max_rows)
         self._sent: list[_SentRow | None] = [None] * inputs.max_rows
         self._row_starts = np.arange(inputs.max_rows, dtype=np.int64) * inputs.max_blocks
@@ -76,11 +88,11 @@ class DecodeBatch:
         self.dram_ids: NDArray[np.int64] = np.zeros(0, np.int64)
         """The blocks in DRAM that they lie in."""
         self.num_streamed = 0
-        """Keys that the stream lane reads in each layer, all requests together."""
+        """Keys that the stream lane or the scan lane reads in each layer, all requests together."""
         self.streamed_share = 0.0
-        """Of the blocks in DRAM, those that the stream lane reads: `stream_share`, unless its buffer holds less."""
+        """Of the blocks in DRAM, those of these keys: the lane's share, unless its buffer holds less."""
         self.stream_runs: tuple[BlockRun, ...] = ()
-        """The blocks that it reads."""
+        """The blocks that the stream lane reads."""
 
     def try_prepare(
         self, requests: Sequence[ScheduledRequest], num_rows: int, last_rows: Mapping[RequestId, int] | None = None
@@ -142,6 +154,7 @@ class DecodeBatch:
             stream_rows = self._make_key_batches(contexts, positions, num_rows)
         else:
             self.key_batches, self._batched, self.num_streamed, self.stream_runs = None, (), 0, ()
+            self.is_scanned = False
             host.num_streamed[:] = 0
         self._inputs.send(num_rows, table_rows=table_rows, stream_rows=stream_rows)
         return True
@@ -210,24 +223,29 @@ class DecodeBatch:
         return np.array(hidden, np.int64)
 
     def _make_key_batches(self, contexts: Sequence[Context], positions: NDArray[np.int64], num_rows: int) -> range:
-        """The keys of the CPU lane and of the stream lane; returns the rows of the stream table that must be sent.
+        """The keys of the CPU lane and of the other lane; returns the rows of the stream table that must be sent.
 
         The last step's serve again while no block moved and no window cuts them.
         """
-        batched = (num_rows, self.stream_share, *[(id(context), id(context.blocks)) for context in contexts])
-        old = self.key_batches if self._inputs.windows == (None,) and self._batched == batched else None
         blocks = [context.tiers[Tier.DRAM] for context in contexts]
         num_blocks = np.array([item.num for item in blocks], np.int64)
-        num_streamed = (num_blocks * self.stream_share).astype(np.int64)
-        is_short = bool(num_streamed.sum() > self._max_streamed)
+        self.is_scanned = self._scans is not None and self._scans(int(num_blocks.sum()) * self._block_size)
+        share, most = (
+            (self.scan_share, self._max_scanned) if self.is_scanned else (self.stream_share, self._max_streamed)
+        )
+        ids = [(id(context), id(context.blocks)) for context in contexts]
+        batched = (num_rows, self.is_scanned, share, *ids)
+        old = self.key_batches if self._inputs.windows == (None,) and self._batched == batched else None
+        num_streamed = (num_blocks * share).astype(np.int64)
+        is_short = bool(num_streamed.sum() > most)
         if is_short:
-            num_streamed = num_streamed * self._max_streamed // num_streamed.sum()
+            num_streamed = num_streamed * most // num_streamed.sum()
         host = self._inputs.host(num_rows)
         host.num_streamed[: len(blocks)] = num_streamed * self._block_size
         host.num_streamed[len(blocks) :] = 0
         self.num_streamed = int(num_streamed.sum()) * self._block_size
         # Less than the share for want of room, not because blocks are whole.
-        self.streamed_share = float(num_streamed.sum() / num_blocks.sum()) if is_short else self.stream_share
+        self.streamed_share = float(num_streamed.sum() / num_blocks.sum()) if is_short else share
         num_stored = (num_blocks - num_streamed) * self._block_size
         made = {}
         for window in self._inputs.windows:
@@ -246,11 +264,14 @@ class DecodeBatch:
         runs, place = [], 0
         table = self._inputs.host_stream_table()
         for row, (item, num) in enumerate(zip(blocks, num_streamed.tolist(), strict=True)):
-            table[row, :num] = np.arange(place, place + num)
-            runs += _find_runs(item.ids[:num], place)
+            if self.is_scanned:
+                table[row, :num] = item.ids[:num]
+            else:
+                table[row, :num] = np.arange(place, place + num)
+                runs += _find_runs(item.ids[:num], place)
             place += num
         self.stream_runs = tuple(runs)
-        return range(len(blocks) if runs else 0)
+        return range(len(blocks) if place else 0)
 
     def _key_batch(
         self,

@@ -21,6 +21,7 @@ from ambidex.core.model_spec import ModelSpec
 from ambidex.kernels.cpu.bounded import make_arrays
 from ambidex.kernels.cpu.native import WORD_STRIDE, AttentionScript, KeyBatch
 from ambidex.kernels.cuda.pinned_view import view_on_gpu
+from ambidex.kernels.reference.scanned import NUM_LANE_FIGURES
 from ambidex.storage.lane_clock import LaneClock
 from ambidex.storage.lane_thread import beside
 from ambidex.storage.tiled_pool import TiledKVPool
@@ -67,10 +68,11 @@ class Handover:
         # [asked, answered or streamed, L, words of a cache line]
         self._flags = torch.zeros(3, spec.num_layers, WORD_STRIDE, dtype=torch.int32, pin_memory=is_cuda)
         self._host_flags = self._flags.numpy()  # the same memory
-        self.num_last = 0
-        """Layers of the last step in which the CPU lane's answer came after the accelerator's own part had ended."""
-        self.figures = self.out_norms = torch.empty(0)
-        """What the bounded op left out of the last step, [L, B, Hq, NUM_FIGURES]; lengths of answers, [L, B, Hq]."""
+        self._num_last = 0
+        self._is_bounded = bounded is not None
+        self.figures = self.out_norms = self.lane_figures = torch.empty(0)
+        """What the bounded op left out of the last step, [L, B, Hq, NUM_FIGURES]; lengths of answers, [L, B, Hq]; what
+        the scan lane left out, [L, B, Hq, NUM_LANE_FIGURES]."""
         self._scanned: Sequence[KeyBatch] = ()
         self._fence = StepFence(is_cuda=is_cuda)
         self._script = AttentionScript(pool.native, *self._flags)
@@ -95,8 +97,15 @@ class Handover:
             self.figures = bounded.new_figures(len(self._q))
             self._near_lse = torch.empty(self._lse.shape, pin_memory=is_cuda)
             self.out_norms = torch.zeros(bounded.spec.num_layers, *self._lse.shape, pin_memory=is_cuda)
-            self._near_lse_there = view_on_gpu(self._near_lse) if is_cuda else self._near_lse
-            self._out_norms_there = view_on_gpu(self.out_norms) if is_cuda else self.out_norms
+            self.lane_figures = torch.zeros(*self.out_norms.shape, NUM_LANE_FIGURES, pin_memory=is_cuda)
+            # [L, words of a cache line]: whether the CPU lane had answered when the accelerator's own part ended.
+            self._seen = torch.ones(bounded.spec.num_layers, WORD_STRIDE, dtype=torch.int32, pin_memory=is_cuda)
+            self._near_lse_there, self._out_norms_there, self._lane_figures_there = (
+                view_on_gpu(part) if is_cuda else part for part in (self._near_lse, self.out_norms, self.lane_figures)
+            )
+            self._seen_there, self._flags_there = (
+                view_on_gpu(part) if is_cuda else part for part in (self._seen, self._flags)
+            )
         layer = bounded.copies[Tier.DRAM].layer(layer_idx)
         arrays = make_arrays(
             self._q, layer, scale=bounded.spec.head_dim**-0.5, max_mass=bounded.max_mass, near=(self._out, self._lse),
@@ -109,14 +118,33 @@ class Handover:
         """Name the keys of each layer that the bounded op reads in the next steps."""
         self._scanned = batches
 
-    def show_near(self, layer_idx: int, lse: Tensor) -> None:
-        """Launch: tell the bounded op how much of the softmax the accelerator's own keys hold, [B, Hq] fp32."""
-        torch.add(lse, 0, out=self._near_lse_there)
+    @property
+    def num_last(self) -> int:
+        """Layers of the last step in which the CPU lane's answer came after the accelerator's own part had ended."""
+        return int((self._seen[:, 0] == 0).sum()) if self._is_bounded else self._num_last
+
+    def show_near(self, layer_idx: int, lse: Tensor, part: Tensor | None) -> None:
+        """Launch: tell the bounded op how much of the softmax the accelerator's own keys hold, [B, Hq] fp32.
+
+        Args:
+            part: [B] fp32, log of the part of it that counts in what the CPU lane may leave out; None: all of it.
+        """
+        torch.add(lse, 0 if part is None else part[:, None], out=self._near_lse_there)
         self.mark_streamed(layer_idx)
 
-    def show_answers(self, outs: Sequence[Tensor]) -> None:
-        """Launch: keep how long the whole answers [B, Hq, D] of the layers are: errors are measured by it."""
+    def note_end(self, layer_idx: int) -> None:
+        """Launch: note whether the CPU lane has answered, now that the accelerator has ended its own part."""
+        torch.add(self._flags_there[1, layer_idx, :1], 0, out=self._seen_there[layer_idx, :1])
+
+    def show_answers(self, outs: Sequence[Tensor], lane_figures: Sequence[Tensor]) -> None:
+        """Launch: keep how long the whole answers [B, Hq, D] of the layers are: errors are measured by it.
+
+        Args:
+            lane_figures: of the scan lane, [B, Hq, NUM_LANE_FIGURES] of each layer; empty: it has no part in the step.
+        """
         self._out_norms_there.copy_(torch.stack(list(outs)).float().norm(dim=-1))
+        if lane_figures:
+            self._lane_figures_there.copy_(torch.stack(list(lane_figures)))
 
     def send(self, layer_idx: int, q: Tensor) -> None:
         """Launch: bring rotated queries [B, Hq, D] to the CPU lane."""
@@ -140,6 +168,8 @@ class Handover:
         """
         self._fence.wait(WAIT_LIMIT_S)
         self._host_flags[:] = 0
+        if self._is_bounded:
+            self._seen[:, 0] = 1
 
     def mark_launched(self) -> None:
         """Say that a whole step has been launched."""
@@ -159,7 +189,7 @@ class Handover:
         if self._clock is not None:
             self._clock.add_cpu(None)  # one native call for all layers, its waits among what it does
         try:
-            num_answered, self.num_last = self._script.run(batches, limit_s=WAIT_LIMIT_S, scanned=self._scanned)
+            num_answered, self._num_last = self._script.run(batches, limit_s=WAIT_LIMIT_S, scanned=self._scanned)
         finally:
             if num_answered < num_layers:
                 self._host_flags[1, :, 0] = 1

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from ambidex.attention.handover import Handover
 from ambidex.attention.paged import PagedAttention
+from ambidex.attention.scanned import ScannedAttention
 from ambidex.attention.state import merge
 from ambidex.attention.streamed import StreamedAttention
 
@@ -12,23 +13,38 @@ class HybridAttention:
     """What `models.base.AttentionOp` asks for, for one new token a row; its launches do not depend on the context.
 
     The CPU lane attends over keys in DRAM while the accelerator attends over its own, and over others in DRAM that it
-    reads over the link.
+    reads over the link: it attends all of them, or under the bounded policy those that it keeps.
 
     Args:
         paged: the accelerator's keys, the new ones among them.
         handover: the way to the CPU lane.
         streamed: the stream lane; None: the CPU lane has all keys in DRAM.
         is_bounded: the CPU lane leaves out keys, by what the accelerator's own keys leave to the others.
+        scanned: the scan lane, with `is_bounded` only and in place of the stream lane; None: there is none.
     """
 
     def __init__(
-        self, paged: PagedAttention, handover: Handover, streamed: StreamedAttention | None, *, is_bounded: bool = False
+        self,
+        paged: PagedAttention,
+        handover: Handover,
+        streamed: StreamedAttention | None,
+        *,
+        is_bounded: bool = False,
+        scanned: ScannedAttention | None = None,
     ) -> None:
         self._paged = paged
         self._handover = handover
         self._streamed = streamed
         self._is_bounded = is_bounded
+        self._scanned = scanned
+        self._cpu_part: Tensor | None = None
         self._outs: list[Tensor] = []
+        self._lane_figures: list[Tensor] = []
+
+    def begin(self) -> None:
+        """Launch what goes before the first layer."""
+        if self._scanned is not None:
+            self._cpu_part = self._scanned.begin()
 
     def attend(
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, angles: tuple[Tensor, Tensor] | None = None
@@ -50,7 +66,12 @@ class HybridAttention:
             state = merge(state, self._streamed.attend(layer_idx, q))
             self._handover.mark_streamed(layer_idx)
         if self._is_bounded:
-            self._handover.show_near(layer_idx, state.lse)
+            self._handover.show_near(layer_idx, state.lse, self._cpu_part)
+        if self._scanned is not None:
+            part, figures = self._scanned.attend(layer_idx, q, state.lse)
+            state = merge(state, part)
+            self._lane_figures.append(figures)
+            self._handover.note_end(layer_idx)
         out = merge(state, self._handover.receive(layer_idx)).out
         if self._is_bounded:
             self._outs.append(out)
@@ -59,4 +80,4 @@ class HybridAttention:
     def end(self) -> None:
         """Launch what follows the last layer."""
         if self._is_bounded:
-            self._handover.show_answers(self._outs)
+            self._handover.show_answers(self._outs, self._lane_figures)

@@ -4,6 +4,7 @@ to step, from which of them ends last."""
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -102,24 +103,42 @@ def why_no_stream(spec: ModelSpec, kv: Mapping[Tier, KVSpec]) -> str | None:
     return None
 
 
-def measure_stream_share(pool: TiledKVPool) -> tuple[float, str]:
-    """Which share of the keys in DRAM the stream lane should take, so that both lanes end together, and why.
+@dataclass(frozen=True, slots=True)
+class LaneRates:
+    """Bytes/s at which the GPU reads DRAM over the link, and the CPU lane's threads read it; 0: not at all."""
 
-    Formula: link / (link + dram), the rates at which the GPU and the CPU's threads read the pool.
+    link: float
+    dram: float
+
+    @property
+    def share(self) -> float:
+        """Of the keys in DRAM, what the GPU should read so that both end together: link / (link + dram)."""
+        return self.link / (self.link + self.dram)
+
+    def __str__(self) -> str:
+        link, dram = self.link / 1e9, self.dram / 1e9
+        return f"the GPU reads DRAM at {link:.1f} GB/s over the link, the CPU lane at {dram:.1f} GB/s"
+
+
+def measure_lane_rates(pool: TiledKVPool, *, reads_link: bool) -> LaneRates:
+    """The rates at which the GPU and the CPU's threads read a pool.
+
+    Args:
+        reads_link: the GPU does; the pool is pinned.
     Cost: reads up to half a GiB a few times each way: tens of milliseconds.
     """
     flat = pool.k.view(-1).view(torch.uint8)[:_PROBE_BYTES]
     flat = flat[: flat.numel() // 8 * 8]
-    there = view_on_gpu(flat).view(torch.int64)
+    there = view_on_gpu(flat).view(torch.int64) if reads_link else None
     link, dram = 0.0, 0.0
     for _ in range(_NUM_PROBES):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        there.sum()
-        torch.cuda.synchronize()
-        link = max(link, flat.numel() / (time.perf_counter() - start))
+        if there is not None:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            there.sum()
+            torch.cuda.synchronize()
+            link = max(link, flat.numel() / (time.perf_counter() - start))
         start = time.perf_counter()
         pool.native.threads.read(flat)
         dram = max(dram, flat.numel() / (time.perf_counter() - start))
-    share = link / (link + dram)
-    return share, f"the GPU reads DRAM at {link / 1e9:.1f} GB/s over the link, the CPU lane at {dram / 1e9:.1f} GB/s"
+    return LaneRates(link, dram)

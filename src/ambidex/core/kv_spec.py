@@ -18,6 +18,10 @@ STEP_BUFFERS: Final = 2
 """Layers of a decode step whose streamed blocks the accelerator holds: one is read while the other fills."""
 STEP_MOST_SHARE: Final = 0.6
 """Of a context's blocks that decode steps stream at most: a link is seldom faster than the CPU's way to DRAM."""
+SCAN_CODE_BYTES: Final = 2
+"""Of a key that the accelerator scans over the link, for each query head."""
+SCAN_BYTES: Final = 32 * MIB
+"""Bytes of such codes, at most: with 32 heads those of 512K keys."""
 STREAM_PIECE_BYTES: Final = 32 * MIB
 """Bytes of a piece in the compute format, if the context has them: 0.6 ms of a link of 55 GB/s. Each piece costs one
 more merge of all queries' states, so larger ones are better; 8192 tokens of 8 heads of 128 16-bit numbers."""
@@ -95,6 +99,10 @@ class StreamBuffers:
     """Bytes of a number of the rows that are attended."""
     step_blocks: int = 0
     """Blocks of one layer and all requests that a decode step holds, in each of STEP_BUFFERS buffers."""
+    scan_blocks: int = 0
+    """Blocks of one layer and all requests that a decode step scans over the link under the bounded policy."""
+    num_q_heads: int = 0
+    """Of each scanned key, so many heads have a code."""
 
     @classmethod
     def of(
@@ -105,12 +113,14 @@ class StreamBuffers:
         number_bytes: int,
         max_requests: int = 0,
         step_bytes: int = 0,
+        num_q_heads: int = 0,
     ) -> "StreamBuffers":
         """Buffers for contexts of at most `max_context_len` tokens over a pool of DRAM.
 
         Args:
             max_requests: of a decode step.
             step_bytes: that its buffers may take.
+            num_q_heads: of a model whose decode steps scan keys over the link; 0: they do not.
         """
         most_blocks = math.ceil(STEP_MOST_SHARE * kv.num_blocks(max_context_len)) * max_requests
         fitting = step_bytes // (STEP_BUFFERS * kv.bytes_per_token_layer * kv.block_size)
@@ -120,6 +130,10 @@ class StreamBuffers:
             piece_blocks=max(1, min(STREAM_PIECE_BYTES // row_bytes, kv.num_blocks(max_context_len))),
             number_bytes=number_bytes,
             step_blocks=min(most_blocks, fitting),
+            scan_blocks=min(most_blocks, SCAN_BYTES // (SCAN_CODE_BYTES * num_q_heads * kv.block_size))
+            if num_q_heads
+            else 0,
+            num_q_heads=num_q_heads,
         )
 
     @property
@@ -128,7 +142,8 @@ class StreamBuffers:
         tokens = self.piece_blocks * self.kv.block_size
         rows = 2 * self.kv.num_kv_heads * self.kv.head_dim * self.number_bytes
         step = STEP_BUFFERS * self.step_blocks * self.kv.block_size * self.kv.bytes_per_token_layer
-        return tokens * (STREAM_BUFFERS * self.kv.bytes_per_token_layer + rows) + step
+        codes = self.scan_blocks * self.kv.block_size * self.num_q_heads * SCAN_CODE_BYTES
+        return tokens * (STREAM_BUFFERS * self.kv.bytes_per_token_layer + rows) + step + codes
 
 
 def scan_bytes_per_block(spec: KVSpec) -> int:

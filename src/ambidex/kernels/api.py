@@ -2,7 +2,8 @@
 
 Letters: T tokens of the step, S keys, Hq and Hkv heads, D head_dim, N blocks of a pool, P tokens of a block. All ops
 are pure functions of their tensors except `store_rows` and `rotate_and_store`; none synchronises with a device, except
-the reference of `attend_paged`. Kernels in Triton are imported when one is chosen: a machine without it runs the rest.
+the references of `attend_paged` and `attend_scanned`. Kernels in Triton are imported when one is chosen: a machine
+without it runs the rest.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from ambidex.core.errors import ShapeError
 from ambidex.kernels.cpu import memory, native
 from ambidex.kernels.cpu import rows as native_rows
 from ambidex.kernels.dispatch import choose
-from ambidex.kernels.reference import activation, kv_store, kv_tiles, paged, quantize, rope
+from ambidex.kernels.reference import activation, kv_store, kv_tiles, paged, quantize, rope, scanned
 from ambidex.kernels.reference import attention as reference_attention
 from ambidex.kernels.reference import merge as reference_merge
 from ambidex.kernels.reference import norm as reference_norm
@@ -161,6 +162,79 @@ def attend_tiles(
     k_rows, v_rows = kv_tiles.unpack_k(k_pool, q.shape[2]), kv_tiles.unpack_v(v_pool, q.shape[2])
     first_key = torch.zeros_like(num_keys)
     return paged.attend_paged(q, k_rows, v_rows, block_table, first_key, num_keys, scale=scale, out_dtype=torch.float32)
+
+
+def attend_scanned(
+    q: Tensor,
+    scan_pool: Tensor,
+    scan_scales: Tensor,
+    rows: Tensor,
+    norms: Tensor,
+    block_table: Tensor,
+    num_keys: Tensor,
+    near_lse: Tensor,
+    near_part: Tensor,
+    *,
+    scale: float,
+    max_mass: float,
+    max_keys: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend with one query of each of B requests over its first keys without those that hardly count (decode).
+
+    Each query head leaves out at most `max_mass` of its softmax over these keys and a part of what is near. Keys that
+    one head of a group keeps, its others attend, too.
+
+    Args:
+        q: [B, Hq, D]; query head h reads KV head h // (Hq / Hkv).
+        scan_pool: [Hkv, N, P, padded D] int8 in tile order, K in 8 bits; scan_scales: [Hkv, N, P] fp32, of its rows.
+        rows: [Hkv, N, P, 2 padded D], K and V of a key side by side in the dtype of q; norms: [Hkv, N, 2] fp32: no row
+            of K as it is scanned, and none of V, is longer in the block. All contiguous; with CUDA usually pinned host
+            memory (`kernels.cuda.pinned_view`).
+        block_table: [B, M] int32, the blocks of each request; num_keys: [B] int32, how many rows of them it sees, side
+            by side from the first; 0 is legal: out 0, lse −inf.
+        near_lse: [B, Hq] fp32 over other keys, which are not joined with the answer.
+        near_part: [B] fp32, log of the part of them that counts in what may be left out; −inf: nothing of them does.
+        scale: factor of q·k, positive.
+        max_mass: at least 0 and below 1.
+        max_keys: that all requests together see at most.
+    Returns:
+        out [B, Hq, D] fp32; lse [B, Hq] fp32, natural log; figures [B, Hq, 3] fp32: the share that was left out of the
+        softmax over these keys and that part, at most; the longest value; keys kept of the head's group.
+    Raises:
+        ShapeError: shapes, dtypes or devices do not fit, or the padded D is no power of 2.
+    Cost: reads the scanned keys once, and K and V of those kept. The launches depend on shapes alone, as those of
+        `attend_paged` do.
+    """
+    check_shapes(
+        q=(q, "B Hq D"), scan_pool=(scan_pool, "Hkv N P Dp"), scan_scales=(scan_scales, "Hkv N P"),
+        rows=(rows, "Hkv N P Drow"), norms=(norms, "Hkv N two"), block_table=(block_table, "B M"),
+        num_keys=(num_keys, "B"), near_lse=(near_lse, "B Hq"), near_part=(near_part, "B"),
+    )  # fmt: skip
+    check_alike(q=q, rows=rows)
+    check_alike(block_table=block_table, num_keys=num_keys)
+    check_alike(scan_scales=scan_scales, norms=norms, near_lse=near_lse, near_part=near_part)
+    dim, parts = scan_pool.shape[3], (scan_pool, scan_scales, rows, norms, near_lse)
+    if scan_pool.dtype != torch.int8 or scan_scales.dtype != torch.float32 or block_table.dtype != torch.int32:
+        raise ShapeError(
+            f"attend_scanned: expected an int8 pool, fp32 scales and an int32 table, got {scan_pool.dtype}, "
+            f"{scan_scales.dtype} and {block_table.dtype}"
+        )
+    if dim & (dim - 1) or scan_pool.shape[2] % 16 or q.shape[1] % len(scan_pool) or rows.shape[3] != 2 * dim:
+        raise ShapeError(
+            f"attend_scanned: expected rows padded to a power of 2, twice that of K and V side by side, blocks of n · "
+            f"16 tokens and whole groups, got {dim}, {rows.shape[3]}, {scan_pool.shape[2]} and {q.shape[1]} heads on "
+            f"{len(scan_pool)}"
+        )
+    if not all(part.is_contiguous() for part in parts):
+        raise ShapeError("attend_scanned: expected contiguous pools and lse")
+    if not 0 <= max_mass < 1:
+        raise ShapeError(f"attend_scanned: max_mass: expected at least 0 and below 1, got {max_mass}")
+    arguments = (q, scan_pool, scan_scales, rows, norms, block_table, num_keys, near_lse, near_part)
+    if choose("attend_scanned", q.device.type).name == "triton":
+        from ambidex.kernels.triton import attend_scanned as triton_scanned
+
+        return triton_scanned.attend_scanned(*arguments, scale=scale, max_mass=max_mass, max_keys=max_keys)
+    return scanned.attend_scanned(*arguments, scale=scale, max_mass=max_mass)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

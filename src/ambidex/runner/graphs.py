@@ -5,8 +5,9 @@
 
 A step has this form if each request has one new token whose block lies on the accelerator; others take the ordinary
 path. Where older keys lie in DRAM the CPU lane answers each layer (`attention/handover.py`); such a step has a graph of
-its own. The first step of a bucket runs as it is, which is its answer and warms everything up, and is then captured. If
-capturing fails, graphs are given up with one warning, and every step takes the ordinary path.
+its own, and another one where the bounded policy scans those keys. The first step of a bucket runs as it is, which is
+its answer and warms everything up, and is then captured. If capturing fails, graphs are given up with one warning, and
+every step takes the ordinary path.
 """
 
 import itertools
@@ -14,16 +15,19 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ambidex.attention.bounded_scan import BoundedScan, collect_figures, scanned_bytes
+from ambidex.attention.bounded_scan import BoundedScan, collect_figures, join_lanes, scanned_bytes
 from ambidex.attention.decode_batch import DecodeBatch
-from ambidex.attention.decode_inputs import DecodeInputs, DecodeTokens
+from ambidex.attention.decode_inputs import DecodeInputs, DecodeRows, DecodeTokens
 from ambidex.attention.handover import Handover
 from ambidex.attention.hybrid import HybridAttention
 from ambidex.attention.paged import PagedAttention
+from ambidex.attention.scan_rule import ScanAlways, ScanRule
+from ambidex.attention.scanned import ScanLane, ScannedAttention
 from ambidex.attention.streamed import LaneBalance, StreamedAttention
 from ambidex.core.errors import LaneError
 from ambidex.core.ids import Lane, RequestId, Tier
@@ -49,6 +53,14 @@ logger = logging.getLogger(__name__)
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Records what a function launches, without running it, and gives a function that launches the same again."""
+
+
+class _Form(NamedTuple):
+    """What a captured step is for; others launch other things."""
+
+    num_rows: int
+    has_cpu_keys: bool
+    is_scanned: bool
 
 
 class CudaCapture:
@@ -106,10 +118,12 @@ class DecodeSteps:
         max_context_len: tokens; bounds the block table.
         stream_share: of the keys in DRAM that the stream lane reads, 0 to 1; needs what `can_stream` asks for.
         stream_blocks: blocks of a layer that it may hold at once.
-        follows_lanes: that share changes from step to step so that the lanes end together.
+        follows_lanes: that share changes from step to step so that the lanes end together, as does the scan lane's.
         capture: how a step is captured, `CudaCapture()` or a test's; None: each step is launched anew.
         weights: the lanes of divided weights; None: all lie on the accelerator.
-        bounded: the bounded policy, by which the CPU lane leaves out keys; None: it attends all of its own.
+        bounded: the bounded policy, by which the lanes of DRAM leave out keys; None: they attend all of their own.
+        scan_rule: which steps scan their keys, with `bounded`; in the others all are attended. None: all steps do.
+        scan_lane: what the accelerator scans with in such steps, with `bounded`; None: the CPU lane scans all.
         clock: times the lanes of each step; None: nobody does.
     """
 
@@ -128,6 +142,8 @@ class DecodeSteps:
         capture: Capture | None,
         weights: WeightLanes | None = None,
         bounded: BoundedScan | None = None,
+        scan_rule: ScanRule | ScanAlways | None = None,
+        scan_lane: ScanLane | None = None,
         clock: LaneClock | None = None,
     ) -> None:
         self._model = model
@@ -139,13 +155,17 @@ class DecodeSteps:
         pool, dram = pools[Tier.GPU], pools[Tier.DRAM]
         self._pools = dict(pools)
         self._dram = dram if isinstance(dram, TiledKVPool) and dram.num_blocks else None
-        self._handovers: dict[int, Handover] = {}
+        self._handovers: dict[tuple[int, bool], Handover] = {}  # by rows, and whether keys are scanned
         self._empty_batches: dict[int, KeyBatch] = {}
         self._bounded = bounded
+        self._scan_rule = scan_rule or ScanAlways(0)
+        self._scan_lane = scan_lane
         self._weights = weights
         self._weight_handovers: dict[int, WeightHandover] = {}
         self._arena = Arena() if weights is not None else None
-        self._balance = LaneBalance(stream_share) if follows_lanes and stream_share > 0 else None
+        follows = follows_lanes and stream_share > 0
+        self._balance = LaneBalance(stream_share) if follows else None
+        self._scan_balance = LaneBalance(stream_share) if follows and scan_lane is not None else None
         self._stream = None
         if self._dram is not None and stream_share > 0 and stream_blocks > 0:
             words = StreamWords() if pool.device.type == "cuda" else HostWords()
@@ -168,6 +188,9 @@ class DecodeSteps:
             has_cpu_lane=self._dram is not None,
             stream_share=stream_share,
             max_streamed=stream_blocks,
+            scans=self._scan_rule.is_scanned if bounded is not None else None,
+            scan_share=stream_share if scan_lane is not None else 0.0,
+            max_scanned=scan_lane.max_blocks if scan_lane is not None else 0,
         )
         self._num_layers = Counter(spec.windows)
         self._logits = torch.empty(buckets[-1], spec.vocab_size, dtype=torch.float32, device=pool.device)
@@ -177,8 +200,8 @@ class DecodeSteps:
         self._launched_rows: dict[RequestId, int] = {}
         self._copies = tuple(ChosenCopy(buckets[-1], pool.device) for _ in range(2))  # one waits while one is sent
         self._turns = itertools.cycle(range(len(self._copies)))
-        self._replays: dict[tuple[int, bool], Callable[[], None]] = {}  # by rows, and whether the CPU lane answers
-        self._times_of: dict[tuple[int, bool], StepTimes] = {}  # likewise
+        self._replays: dict[_Form, Callable[[], None]] = {}
+        self._times_of: dict[_Form, StepTimes] = {}
 
     def try_run(self, requests: Sequence[ScheduledRequest]) -> DecodeOutput | None:
         """Run a step if it has the form of a decode step, else return None and leave everything as it was.
@@ -216,7 +239,7 @@ class DecodeSteps:
         num_rows = self._bucket(len(requests))
         if self._is_given_up or num_rows is None:
             return None
-        replay = self._replays.get((num_rows, False))
+        replay = self._replays.get(_Form(num_rows, has_cpu_keys=False, is_scanned=False))
         if replay is None or (self._weights is not None and self._weights.places(num_rows)):
             return None
         if not self._batch.try_prepare(requests, num_rows, self._launched_rows) or self._batch.key_batches is not None:
@@ -240,7 +263,7 @@ class DecodeSteps:
             self._give_up(num_rows, error)
             return None
         self._settle_weights()
-        form = (num_rows, batches is not None)
+        form = self._form(num_rows)
         self._times = None
         replay = self._replays.get(form)
         if replay is None:
@@ -255,7 +278,7 @@ class DecodeSteps:
         if host is None:
             replay()
             return True
-        stream = self._stream if batches is not None else None
+        stream = self._stream if form.has_cpu_keys and not form.is_scanned else None
         host.reset()
         try:
             if stream is not None:
@@ -271,10 +294,33 @@ class DecodeSteps:
                 stream.release()
             host.mark_launched()
             raise
-        if self._balance is not None and host.keys is not None and host.weights is None:
-            cpu_last = host.keys.num_last / self._spec.num_layers
-            self._batch.stream_share = self._balance.update(cpu_last, self._batch.streamed_share)
+        if host.keys is not None:
+            self._follow_lanes(host.keys, is_alone=host.weights is None)
         return True
+
+    def _follow_lanes(self, keys: Handover, *, is_alone: bool) -> None:
+        """Take from the last step what the next ones are to do.
+
+        Args:
+            is_alone: the CPU has nothing but keys to answer.
+        """
+        batch = self._batch
+        if batch.is_scanned:
+            num_scanned = self._spec.num_layers * self._spec.num_kv_heads * batch.num_keys[None][Tier.DRAM]
+            if num_scanned:
+                self._scan_rule.note(float(keys.figures[..., 4].sum()) / self._spec.group_size / num_scanned)
+        balance = self._scan_balance if batch.is_scanned else self._balance
+        if balance is None or not is_alone:
+            return
+        share = balance.update(keys.num_last / self._spec.num_layers, batch.streamed_share)
+        if batch.is_scanned:
+            batch.scan_share = share
+        else:
+            batch.stream_share = share
+
+    def _form(self, num_rows: int) -> "_Form":
+        batch = self._batch
+        return _Form(num_rows, has_cpu_keys=batch.key_batches is not None, is_scanned=batch.is_scanned)
 
     def _new_times(self) -> StepTimes | None:
         return None if self._clock is None else StepTimes(self._pools[Tier.GPU].device)
@@ -318,7 +364,7 @@ class DecodeSteps:
             self._compute(num_rows, None)
             return
         host.reset()
-        streams = self._stream is not None and batches is not None
+        streams = self._stream is not None and batches is not None and not self._batch.is_scanned
         with host.answering(batches), self._inline_stream() if streams else nullcontext():
             self._compute(num_rows, host)
 
@@ -337,8 +383,8 @@ class DecodeSteps:
         return None if batches is None else [batches[window] for window in self._spec.windows]
 
     def _scan(self, num_rows: int, batches: list[KeyBatch] | None) -> list[KeyBatch] | None:
-        """Leave the CPU lane's keys to the bounded policy, if that is the policy; returns those attended exactly."""
-        if self._bounded is None or batches is None:
+        """Leave the CPU lane's keys to the bounded policy, if the step scans; returns those attended exactly."""
+        if self._bounded is None or batches is None or not self._batch.is_scanned:
             return batches
         self._bounded.make_missing(Tier.DRAM, self._batch.dram_ids)
         self._handover(num_rows).scan(batches)
@@ -351,14 +397,15 @@ class DecodeSteps:
         return [self._empty_batches[num_rows]] * len(batches)
 
     def _handover(self, num_rows: int) -> Handover:
-        if num_rows not in self._handovers:
+        key = (num_rows, self._batch.is_scanned)
+        if key not in self._handovers:
             assert self._dram is not None, "a batch without a CPU lane has no keys in DRAM"
             pool = self._pools[Tier.GPU]
-            self._handovers[num_rows] = Handover(
-                self._spec, self._dram, num_rows, dtype=pool.k.dtype, device=pool.device, bounded=self._bounded,
-                clock=self._clock,
+            self._handovers[key] = Handover(
+                self._spec, self._dram, num_rows, dtype=pool.k.dtype, device=pool.device,
+                bounded=self._bounded if self._batch.is_scanned else None, clock=self._clock,
             )  # fmt: skip
-        return self._handovers[num_rows]
+        return self._handovers[key]
 
     def _host_answers(self, num_rows: int, batches: Sequence[KeyBatch] | None) -> HostAnswers | None:
         """What the CPU does in a step; None: nothing."""
@@ -386,32 +433,41 @@ class DecodeSteps:
         return self._weight_handovers[num_rows]
 
     def _selection(self, num_requests: int, num_rows: int) -> SelectionFigures:
-        """What the CPU lane left out in the last step."""
+        """What the lanes of DRAM left out in the last step."""
         by_tier = self._batch.num_keys[None]
         num_visible = sum(by_tier.values()) + self._batch.num_streamed
-        if not by_tier[Tier.DRAM]:
+        if not self._batch.is_scanned:
             num_choices = self._spec.num_layers * num_requests * self._spec.num_q_heads
             num_keys = self._spec.num_layers * self._spec.num_q_heads * num_visible
             return SelectionFigures(
                 num_choices=num_choices, num_visible=num_keys, num_attended=num_keys, num_bounded=num_choices
             )
-        handover = self._handovers[num_rows]
+        handover = self._handovers[num_rows, True]
         figures = {Tier.DRAM: handover.figures[:, :num_requests].numpy()}
-        num_scanned = {Tier.DRAM: by_tier[Tier.DRAM]}
+        if self._scan_lane is not None:
+            lane_figures = handover.lane_figures[:, :num_requests].numpy()
+            figures[Tier.DRAM] = join_lanes(figures[Tier.DRAM], lane_figures)
+        num_scanned = {Tier.DRAM: by_tier[Tier.DRAM] + self._batch.num_streamed}
         return collect_figures(figures, num_scanned, num_visible, handover.out_norms[:, :num_requests].numpy())
 
     def _lane_bytes(self, num_rows: int) -> dict[Lane, int]:
         """Bytes of K and V that each lane read in the step."""
         near, dram = (self._pools[tier].spec.bytes_per_token_layer for tier in (Tier.GPU, Tier.DRAM))
         num_keys = self._batch.num_keys.items()
-        if self._bounded is not None and self._batch.key_batches is not None:
+        if self._bounded is not None and self._batch.is_scanned:
             num_near, num_dram = (self._batch.num_keys[None][tier] for tier in (Tier.GPU, Tier.DRAM))
-            figures = {Tier.DRAM: self._handovers[num_rows].figures.numpy()}
+            handover = self._handovers[num_rows, True]
+            figures = {Tier.DRAM: handover.figures.numpy()}
             read = scanned_bytes(
                 {Tier.DRAM: self._bounded.copies[Tier.DRAM]}, figures, {Tier.DRAM: num_dram}, self._spec,
                 {Tier.DRAM: Lane.CPU},
             )  # fmt: skip
-            return {Lane.GPU: near * num_near * self._spec.num_layers, Lane.STREAM: 0} | read
+            streamed = 0
+            if self._scan_lane is not None:
+                num_kept = int(handover.lane_figures[..., 2].sum()) // self._spec.group_size
+                num_keys_read = self._spec.num_layers * self._spec.num_kv_heads * self._batch.num_streamed
+                streamed = num_keys_read * self._scan_lane.key_bytes + num_kept * self._scan_lane.kept_bytes
+            return {Lane.GPU: near * num_near * self._spec.num_layers, Lane.STREAM: streamed} | read
         return {
             Lane.GPU: near * sum(num[Tier.GPU] * self._num_layers[window] for window, num in num_keys),
             Lane.CPU: dram * sum(num[Tier.DRAM] * self._num_layers[window] for window, num in num_keys),
@@ -432,10 +488,11 @@ class DecodeSteps:
         attention: AttentionOp = paged
         hybrid: HybridAttention | None = None
         if host is not None and host.keys is not None:
-            streamed = StreamedAttention(self._spec, self._stream, rows) if self._stream is not None else None
-            attention = hybrid = HybridAttention(paged, host.keys, streamed, is_bounded=self._bounded is not None)
+            attention = hybrid = self._hybrid(paged, host.keys, rows)
         logits = self._logits[:num_rows]
         with self._handing_over(host), self._clock.span(Part.STEP) if self._clock is not None else nullcontext():
+            if hybrid is not None:
+                hybrid.begin()
             hidden = self._forward(self._model, batch, attention)
             if hybrid is not None:
                 hybrid.end()
@@ -444,6 +501,14 @@ class DecodeSteps:
         chosen = api.likeliest(logits)
         self._chosen[:num_rows].copy_(chosen)
         self._tokens.write(chosen)
+
+    def _hybrid(self, paged: PagedAttention, keys: Handover, rows: DecodeRows) -> HybridAttention:
+        """The attention of a step with keys in DRAM."""
+        if self._batch.is_scanned:
+            scanned = ScannedAttention(self._scan_lane, rows) if self._scan_lane is not None else None
+            return HybridAttention(paged, keys, None, is_bounded=True, scanned=scanned)
+        streamed = StreamedAttention(self._spec, self._stream, rows) if self._stream is not None else None
+        return HybridAttention(paged, keys, streamed)
 
     def _handing_over(self, host: HostAnswers | None) -> AbstractContextManager[None]:
         if self._weights is None or host is None or host.weights is None:
@@ -461,9 +526,9 @@ class DecodeSteps:
             self._launch(num_rows, host, batches)
             times = self._new_times()
             with self._clock.timing(times) if self._clock is not None and times is not None else nullcontext():
-                self._replays[num_rows, batches is not None] = capture(lambda: self._compute(num_rows, host))
+                self._replays[self._form(num_rows)] = capture(lambda: self._compute(num_rows, host))
             if times is not None:
-                self._times_of[num_rows, batches is not None] = times
+                self._times_of[self._form(num_rows)] = times
         except LaneError:
             raise
         except Exception as error:  # of torch, the driver, or Triton's compiler: the ordinary path is always there

@@ -15,6 +15,7 @@ from ambidex.core.errors import TierFullError
 from ambidex.core.kv_spec import scan_bytes_per_block
 from ambidex.core.units import format_size
 from ambidex.kernels.cpu.bounded import BoundedPool, ScannedLayer
+from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
 from ambidex.storage.huge_pages import advise_huge_pages
 from ambidex.storage.tiled_pool import TiledKVPool
 
@@ -49,6 +50,7 @@ class ScanCopy:
                 f"tier {pool.tier}: no {format_size(self.num_bytes)} for what bounded attention keeps beside K and V: "
                 f"ask for fewer tokens, a smaller budget or `kv_dtype` int8"
             ) from error
+        self._parts = tuple(part for part in (scanned, scales, kv_rows, norms) if part is not None)
         self._layers = tuple(
             ScannedLayer(
                 scanned=scanned[layer_idx],
@@ -82,6 +84,14 @@ class ScanCopy:
         spec = self._pool.spec
         value = spec.row_size * spec.dtype.num_bytes + spec.dtype.num_scale_bytes
         return value if spec.dtype is DType.INT8 else 2 * value
+
+    def pin(self, memory: HostMemory = HOST_MEMORY) -> str | None:
+        """Let a GPU read it where it lies for as long as this object lives; returns why that cannot be, or None.
+
+        Cost: touches every page.
+        """
+        refusals = (memory.pin(part, self) for part in self._parts)
+        return next((refusal for refusal in refusals if refusal is not None), None)
 
     def layer(self, layer_idx: int) -> ScannedLayer:
         """What is read of one layer."""

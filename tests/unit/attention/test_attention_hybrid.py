@@ -6,22 +6,28 @@ import pytest
 import torch
 from tiered_world import make_model_spec
 
+from ambidex.attention.bounded_scan import BoundedScan, collect_figures, join_lanes
 from ambidex.attention.decode_batch import DecodeBatch
 from ambidex.attention.decode_inputs import DecodeInputs
 from ambidex.attention.handover import Handover
 from ambidex.attention.hybrid import HybridAttention
 from ambidex.attention.paged import PagedAttention
+from ambidex.attention.scanned import ScanLane, ScannedAttention
 from ambidex.attention.streamed import LaneBalance, StreamedAttention
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import LaneError
 from ambidex.core.ids import BlockId, RequestId, Tier
 from ambidex.core.kv_spec import KVOrder, KVSpec
 from ambidex.core.step import BlockRef, ScheduledRequest
-from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
+from ambidex.kernels import dispatch
+from ambidex.kernels.cpu.bounded import BoundedPool
+from ambidex.kernels.cpu.native import AttentionPool, KeyBatch, ThreadPool
 from ambidex.storage.kv_pool import RowKVPool
+from ambidex.storage.scan_copy import ScanCopy
 from ambidex.storage.step_stream import StepStream
 from ambidex.storage.tiled_pool import TiledKVPool
 from ambidex.storage.words import HostWords
+from triton_device import INTERPRETED
 from truth import assert_within_twice_plain, naive_attend
 
 BLOCK_SIZE, NUM_ROWS, NUM_LAYERS = 16, 4, 3
@@ -35,7 +41,7 @@ DTYPE = torch.float16
 class World:
     """Random contexts, cut at random into blocks on both tiers; the newest block is on the accelerator's."""
 
-    def __init__(self, *, stream_share: float) -> None:
+    def __init__(self, *, stream_share: float, max_mass: float | None = None) -> None:
         rng = random.Random(3)
         generator = torch.Generator().manual_seed(0)
         rows = KVSpec.of(SPEC, dtype=DType.FP16, block_size=BLOCK_SIZE)
@@ -67,15 +73,25 @@ class World:
             )  # fmt: skip
         self.inputs = DecodeInputs(max_rows=NUM_ROWS, max_blocks=12, windows=(None,), device=CPU)
         self.batch = DecodeBatch(
-            self.inputs, block_size=BLOCK_SIZE, has_cpu_lane=True, stream_share=stream_share, max_streamed=24
-        )
+            self.inputs, block_size=BLOCK_SIZE, has_cpu_lane=True, stream_share=stream_share, max_streamed=24,
+            scans=None if max_mass is None else lambda _: True, scan_share=stream_share, max_scanned=24,
+        )  # fmt: skip
         self.stream = StepStream(self.dram, 24, CPU, HostWords())
-        self.handover = Handover(SPEC, self.dram, NUM_ROWS, dtype=DTYPE, device=CPU)
         device = self.inputs.device(NUM_ROWS)
+        self.bounded, scanned = None, None
+        if max_mass is not None:
+            native = BoundedPool(self.dram.native.threads)
+            copy = ScanCopy(self.dram, native)
+            self.bounded = BoundedScan(SPEC, {Tier.DRAM: copy}, native, max_mass=max_mass, min_blocks=1)
+            if stream_share:
+                scanned = ScannedAttention(ScanLane(SPEC, copy, CPU, max_mass=max_mass, max_blocks=24), device)
+        self.handover = Handover(SPEC, self.dram, NUM_ROWS, dtype=DTYPE, device=CPU, bounded=self.bounded)
         self.attention = HybridAttention(
             PagedAttention(SPEC, self.gpu, device),
             self.handover,
-            StreamedAttention(SPEC, self.stream, device) if stream_share else None,
+            StreamedAttention(SPEC, self.stream, device) if stream_share and max_mass is None else None,
+            is_bounded=max_mass is not None,
+            scanned=scanned,
         )
         self.q = torch.randn(NUM_LAYERS, NUM_ROWS, 6, 32, generator=generator).to(DTYPE)
 
@@ -111,6 +127,52 @@ def test_three_lanes_give_attention_over_the_whole_context(stream_share: float) 
                 truth, _ = naive_attend(q.double(), k[layer].double(), v[layer].double(), 32**-0.5, visible)
                 plain, _ = naive_attend(q, k[layer], v[layer], 32**-0.5, visible)
                 assert_within_twice_plain(out[row : row + 1], plain, truth, num_roundings=4)
+
+
+@pytest.mark.parametrize("name", ["reference", pytest.param("triton", marks=INTERPRETED)])
+@pytest.mark.parametrize("max_mass", [0.0, 0.02, 0.3])
+@pytest.mark.parametrize("scan_share", [0.0, 0.4, 1.0])
+def test_lanes_that_leave_out_keys_stay_within_what_they_state_together(
+    scan_share: float, max_mass: float, name: str
+) -> None:
+    world = World(stream_share=scan_share, max_mass=max_mass)
+    world.q *= 3  # scores that differ: else hardly a key may be left out
+    assert world.bounded is not None
+    assert world.batch.try_prepare(world.requests, NUM_ROWS)
+    assert world.batch.is_scanned
+    assert not world.batch.stream_runs
+    world.inputs.device(NUM_ROWS).extend_table()
+    assert world.batch.key_batches is not None
+    world.bounded.make_missing(Tier.DRAM, world.batch.dram_ids)
+    world.handover.scan([world.batch.key_batches[None]] * NUM_LAYERS)
+    none = torch.zeros(NUM_ROWS, dtype=torch.int64)
+    nothing = KeyBatch(
+        none[:0], torch.zeros(NUM_ROWS + 1, dtype=torch.int64), none, none, torch.arange(NUM_ROWS + 1),
+        block_size=BLOCK_SIZE,
+    )  # fmt: skip
+    world.handover.reset()
+    with dispatch.override("attend_scanned", name), world.handover.answering([nothing] * NUM_LAYERS):
+        world.attention.begin()
+        outs = [world.attention.attend(layer, world.q[layer], *world.new_rows(layer)) for layer in range(NUM_LAYERS)]
+        world.attention.end()
+    assert 0 <= world.handover.num_last <= NUM_LAYERS
+    figures = join_lanes(world.handover.figures.numpy(), world.handover.lane_figures.numpy())
+    num_dram = world.batch.num_keys[None][Tier.DRAM] + world.batch.num_streamed
+    total = collect_figures({Tier.DRAM: figures}, {Tier.DRAM: num_dram}, sum(LENGTHS), world.handover.out_norms.numpy())
+    assert total.max_dropped_mass <= max_mass * (1 + 1e-5)
+    assert max_mass > 0 or total.attended_share == 1
+    if max_mass > 0.1:
+        assert total.attended_share < 0.9, "hardly anything is left out: nothing is proved"
+        assert total.max_dropped_mass > 0.05
+    for layer, out in enumerate(outs):
+        assert out[len(LENGTHS) :].eq(0).all()
+        for row, (k, v) in enumerate(world.contexts):
+            q = world.q[layer, row : row + 1].double()
+            visible = torch.ones(1, LENGTHS[row], dtype=torch.bool)
+            truth, _ = naive_attend(q, k[layer].double(), v[layer].double(), 32**-0.5, visible)
+            error = (out[row].double() - truth[0]).norm(dim=-1)
+            mass, longest = (torch.from_numpy(figures[layer, row, :, i]).double() for i in (1, 2))
+            assert (error <= mass * (longest + out[row].double().norm(dim=-1)) + 4e-3 * (1 + longest)).all()
 
 
 def test_a_step_that_dies_while_it_is_launched_ends_the_cpu_lane_and_the_next_is_right() -> None:

@@ -176,7 +176,11 @@ def make_choices(
         form, form_why = decode_form or DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
     activations = activation_dtype(dtype, device)
     free = _free_memory(device)
-    can_step_stream = config.stream_percent != 0 and not bounded.is_native and why_no_stream(spec, kv.specs) is None
+    can_step_stream = (
+        form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
+        and config.stream_percent != 0
+        and why_no_stream(spec, kv.specs) is None
+    )
     stream = None
     if (
         (streams_chunks or is_cuda)
@@ -189,7 +193,8 @@ def make_choices(
             max_context_len=config.max_context_len or spec.max_context_len,
             number_bytes=activations.num_bytes,
             max_requests=min(config.max_running_requests, config.max_tokens_per_step),
-            step_bytes=step_stream_bytes(config, free) if form is DecodeForm.CAPTURED and can_step_stream else 0,
+            step_bytes=step_stream_bytes(config, free) if can_step_stream else 0,
+            num_q_heads=spec.num_q_heads if can_step_stream and bounded.is_native else 0,
         )
     buckets = decode_buckets(config) if form is DecodeForm.CAPTURED else ()
     fixed = fixed_bytes(config, spec, activations=activations, graph_buckets=buckets, stream=stream)

@@ -6,12 +6,11 @@ from typing import Final
 
 import torch
 
-from ambidex.attention.bounded_scan import BoundedScan, WaitWritten
+from ambidex.attention.bounded_scan import MIN_SCANNED_BLOCKS, BoundedScan, WaitWritten
 from ambidex.attention.chunk_stream import MIN_STREAMED_QUERIES, ChunkStream
 from ambidex.attention.select.policy import Need
 from ambidex.attention.select.registry import make_policy
 from ambidex.attention.selective import SelectiveAttention
-from ambidex.attention.streamed import measure_stream_share, why_no_stream
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError
@@ -20,12 +19,12 @@ from ambidex.core.kv_spec import KVOrder
 from ambidex.core.policy import HybridGenFeedback, PolicyName, resolve_policy
 from ambidex.core.selection import SelectionLimits, SelectionSetting
 from ambidex.engine.compose.choices import Choices, decode_buckets
+from ambidex.engine.compose.lanes import ScanChoice, StreamChoice
 from ambidex.engine.compose.weights import Divided
 from ambidex.engine.tuned_world import EngineWorld, FixedMemory
 from ambidex.engine.weight_tuner import WeightTuner
 from ambidex.kernels.cpu.bounded import BoundedPool
 from ambidex.kernels.cpu.native import AttentionPool
-from ambidex.kernels.dispatch import choose
 from ambidex.models.base import CausalLM
 from ambidex.models.look_ahead import LookAhead
 from ambidex.models.weight_moves import CopyChunk, WeightMoves
@@ -56,10 +55,11 @@ def make_decode_steps(
     model: CausalLM,
     pools: dict[Tier, KVPool],
     forward: Forward,
-    stream_share: float,
+    stream: StreamChoice,
     capture: Callable[[], Capture],
     divided: Divided | None,
     bounded: BoundedScan | None,
+    scan: ScanChoice,
     clock: LaneClock | None,
 ) -> FixedSteps | None:
     if choices.decode_form is DecodeForm.PROGRAM:
@@ -80,12 +80,14 @@ def make_decode_steps(
         pools=pools,
         buckets=decode_buckets(config),
         max_context_len=choices.memory.max_context_len,
-        stream_share=stream_share,
+        stream_share=stream.share,
         stream_blocks=choices.stream.step_blocks if choices.stream is not None else 0,
         follows_lanes=config.stream_percent is None,
         capture=capture() if choices.decode_form is DecodeForm.CAPTURED else None,
         weights=None if divided is None else divided.lanes,
         bounded=bounded,
+        scan_rule=scan.rule,
+        scan_lane=scan.lane,
         clock=clock,
     )
 
@@ -153,7 +155,7 @@ def make_feedback(config: EngineConfig, max_context_len: int) -> SelectionFeedba
 
 
 def make_bounded(
-    config: EngineConfig, choices: Choices, pools: Mapping[Tier, KVPool], min_scanned: int
+    config: EngineConfig, choices: Choices, pools: Mapping[Tier, KVPool], min_scanned: int | None
 ) -> BoundedScan | None:
     """The bounded policy in its native form; None: another policy, the reference form, or no pool that it reads."""
     settings = resolve_policy(config)
@@ -167,46 +169,9 @@ def make_bounded(
         {tier: ScanCopy(pool, native_pool) for tier, pool in tiled.items()},
         native_pool,
         max_mass=settings.max_dropped_mass,
-        min_blocks=min_scanned,
+        min_blocks=min_scanned or MIN_SCANNED_BLOCKS,
         wait=WaitWritten(choices.device) if choices.device.type == "cuda" else None,
     )
-
-
-def choose_stream_share(config: EngineConfig, choices: Choices, pools: Mapping[Tier, KVPool]) -> tuple[float, str]:
-    """Which share of the keys in DRAM the GPU reads over the link in decode steps, and why.
-
-    Raises:
-        ConfigError: a share is asked for that cannot be had.
-    """
-    reason = find_no_stream(choices, pools)
-    if reason is None and config.stream_percent != 0 and (choices.stream is None or not choices.stream.step_blocks):
-        reason = "the part of the GPU's budget that is for streamed keys holds no block of a layer"
-    dram = pools[Tier.DRAM]
-    if reason is not None or not isinstance(dram, TiledKVPool):
-        if config.stream_percent:
-            raise ConfigError(f"`stream_percent` {config.stream_percent} cannot be had, use 0: {reason}")
-        return 0.0, str(reason)
-    if config.stream_percent is not None:
-        return config.stream_percent / 100, "asked for"
-    return measure_stream_share(dram)
-
-
-def find_no_stream(choices: Choices, pools: Mapping[Tier, KVPool]) -> str | None:
-    """Why decode steps have no stream lane; None if they have one."""
-    dram = pools[Tier.DRAM]
-    if choices.device.type != "cuda":
-        return "there is no GPU that could read DRAM over a link"
-    if choices.bounded.is_native:
-        return "the bounded policy leaves keys in DRAM to the CPU, which knows what it leaves out"
-    if choices.decode_form is not DecodeForm.CAPTURED:
-        return f"decode steps are not captured: {choices.decode_form_why}"
-    if choose("attend_tiles", choices.device.type).name != "triton":
-        return choose("attend_tiles", choices.device.type).reason
-    if not isinstance(dram, TiledKVPool) or not dram.num_blocks:
-        return "no K and V lie in DRAM in tile order"
-    if not dram.is_pinned:
-        return "the driver refused to pin the DRAM tier"
-    return why_no_stream(choices.spec, choices.kv.specs)
 
 
 def make_pools(choices: Choices, memory: HostMemory) -> dict[Tier, KVPool]:

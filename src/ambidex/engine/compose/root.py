@@ -5,14 +5,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ambidex.attention.bounded_scan import MIN_SCANNED_BLOCKS
 from ambidex.core.config import EngineConfig
 from ambidex.core.ids import Tier
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.regions import Regions
 from ambidex.engine.compose.choices import make_choices
+from ambidex.engine.compose.lanes import choose_scan, choose_stream, explain_stream
 from ambidex.engine.compose.parts import (
-    choose_stream_share,
     make_attention,
     make_bounded,
     make_decode_steps,
@@ -67,7 +66,7 @@ def build_engine(
     min_streamed: int | None = None,
     weight_ring: RingSizes | None = None,
     cpu_levels: Sequence[Level] | None = None,
-    min_scanned: int = MIN_SCANNED_BLOCKS,
+    min_scanned: int | None = None,
     host_memory: HostMemory = HOST_MEMORY,
     copy_weights: CopyChunk = copy_chunk,
     profile: HardwareProfile | None = None,
@@ -86,7 +85,8 @@ def build_engine(
         weight_ring: buffers through which weights travel; None: sized by the accelerator's budget.
         cpu_levels: what the CPU multiplies of its part of the weights in steps of each size; None: on a GPU as
             measured, on a CPU all of it.
-        min_scanned: whole blocks of a request from which the bounded policy scans its keys.
+        min_scanned: whole blocks of a request (beside a GPU: those in DRAM of a step) from which the bounded policy
+            scans keys; None: 16, beside a GPU as follows from measured rates.
         host_memory: who is asked for pinned memory and huge pages; a test hands in one that refuses.
         copy_weights: how a chunk of weights comes to the accelerator while the engine runs; a test hands in one that
             fails.
@@ -137,12 +137,13 @@ def build_engine(
         feedback=make_feedback(config, choices.memory.max_context_len),
         restore=sessions.restore if sessions is not None else None,
     )
-    stream_share, stream_why = choose_stream_share(config, choices, pools)
+    stream = choose_stream(config, choices, pools)
     bounded = make_bounded(config, choices, pools, min_scanned)
+    scan = choose_scan(choices, bounded, stream, min_scanned, host_memory)
     decode_steps = make_decode_steps(
-        config, choices, model, pools, forward, stream_share, capture, divided, bounded, clock
+        config, choices, model, pools, forward, stream, capture, divided, bounded, scan, clock
     )
-    tuner = make_tuner(config, choices, divided, decode_steps, stream_share=stream_share, copy=copy_weights)
+    tuner = make_tuner(config, choices, divided, decode_steps, stream_share=stream.share, copy=copy_weights)
     after_step = tuner.after_step if tuner is not None else None
     trace = trace_lanes(tracer, choices.device, copy)
     runner = ModelRunner(
@@ -200,7 +201,9 @@ def build_engine(
             make_chat_template(config.chat_template, tokenizer),
         ),
         guides=GuideCompiler(tokenizer, vocab_size=choices.spec.vocab_size, eos_ids=eos_ids),
-        report=describe(config, choices, pools, divided, stream=(stream_share, stream_why), fallbacks=fallbacks),
+        report=describe(
+            config, choices, pools, divided, stream=(stream.share, explain_stream(stream, scan)), fallbacks=fallbacks
+        ),
         figures=EngineFigures(
             spec=choices.spec,
             device=str(choices.device),

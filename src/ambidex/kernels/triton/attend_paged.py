@@ -105,12 +105,11 @@ def _split_kernel(
 
 
 @triton.jit
-def _merge_splits_kernel(
-    part_ptr, part_lse_ptr, out_ptr, lse_ptr,
+def merge_splits(
+    part_ptr, part_lse_ptr, out_ptr, lse_ptr, head,
     HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program joins the splits of one query head; one without keys has lse −inf, and its `out` is not read."""
-    head = tl.program_id(0).to(tl.int64)
+    """Join the splits of one query head, and return its lse; of one without keys, of lse −inf, no `out` is read."""
     splits = tl.arange(0, SPLIT_BLOCK)
     dims = tl.arange(0, DIM_BLOCK)
     part_lse = tl.load(part_lse_ptr + head * NUM_SPLITS + splits, mask=splits < NUM_SPLITS, other=float("-inf"))
@@ -125,8 +124,20 @@ def _merge_splits_kernel(
         mask=has_keys[:, None] & (dims < HEAD_DIM)[None, :], other=0.0,
     )  # fmt: skip
     out = tl.sum(part * (weights / divisor)[:, None], axis=0)
+    lse = tl.where(total == 0.0, float("-inf"), base + tl.log(divisor))
     tl.store(out_ptr + head * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
-    tl.store(lse_ptr + head, tl.where(total == 0.0, float("-inf"), base + tl.log(divisor)))
+    tl.store(lse_ptr + head, lse)
+    return lse
+
+
+@triton.jit
+def _merge_splits_kernel(
+    part_ptr, part_lse_ptr, out_ptr, lse_ptr,
+    HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program joins the splits of one query head."""
+    head = tl.program_id(0).to(tl.int64)
+    merge_splits(part_ptr, part_lse_ptr, out_ptr, lse_ptr, head, HEAD_DIM, DIM_BLOCK, NUM_SPLITS, SPLIT_BLOCK)
 
 
 def attend_paged(

@@ -1,0 +1,93 @@
+"""The scan lane of decode steps under the bounded policy: the accelerator scans a share of the keys in DRAM over the
+link, and attends those that it keeps, while the CPU lane does the same with the others (docs/bounded.md).
+
+The lanes share no threshold. What the accelerator's own keys hold counts for both, a part for each, so that the mass
+left out of the whole softmax is at most the larger of what the lanes leave out of theirs.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ambidex.attention.decode_inputs import DecodeRows
+from ambidex.attention.state import AttentionState
+from ambidex.core.errors import InternalError
+from ambidex.core.model_spec import ModelSpec
+from ambidex.kernels import api
+from ambidex.kernels.cuda.pinned_view import view_on_gpu
+from ambidex.storage.scan_copy import ScanCopy
+
+
+class _LaneLayer(NamedTuple):
+    scanned: Tensor
+    scales: Tensor
+    rows: Tensor
+    norms: Tensor
+
+
+class ScanLane:
+    """What the steps of one engine share: the scanned keys as the accelerator sees them.
+
+    Args:
+        spec: layers and head_dim (the scale is head_dim ** -0.5).
+        copy: of the DRAM pool, whose numbers have 16 or 32 bits; pinned, unless the device is the CPU.
+        device: the accelerator.
+        max_mass: share of the softmax that may be left out.
+        max_blocks: that a step scans, all requests together.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, copy: ScanCopy, device: torch.device, *, max_mass: float, max_blocks: int
+    ) -> None:
+        self.scale = spec.head_dim**-0.5
+        self.max_mass = max_mass
+        self.max_blocks = max_blocks
+        self.max_keys = max_blocks * copy.block_size
+        self.key_bytes, self.kept_bytes = copy.key_bytes, copy.kept_bytes
+        is_cuda = device.type == "cuda"
+        self.layers: list[_LaneLayer] = []
+        for layer_idx in range(spec.num_layers):
+            layer = copy.layer(layer_idx)
+            if layer.rows is None:
+                raise InternalError("the scan lane is handed keys that are kept in 8 bits alone")
+            parts = (layer.scanned, layer.scales, layer.rows, layer.norms)
+            self.layers.append(_LaneLayer(*(view_on_gpu(part) if is_cuda else part for part in parts)))
+
+
+class ScannedAttention:
+    """The scan lane's part of a step.
+
+    Args:
+        rows: which blocks each row scans (`stream_table`, their ids in the pool).
+    """
+
+    def __init__(self, lane: ScanLane, rows: DecodeRows) -> None:
+        self._lane = lane
+        self._rows = rows
+
+    def begin(self) -> Tensor:
+        """Launch what goes before the first layer.
+
+        Returns:
+            [B] fp32, log of the part of what is near that counts in what the CPU lane may leave out.
+        """
+        rows = self._rows
+        num_dram = (rows.positions + 1 - rows.num_keys[None]).clamp(min=1)
+        own = rows.num_streamed / num_dram  # of the keys in DRAM; the rest is the CPU lane's
+        self._near_part = own.log()
+        return torch.log1p(-own)
+
+    def attend(self, layer_idx: int, q: Tensor, near_lse: Tensor) -> tuple[AttentionState, Tensor]:
+        """The state of rotated queries [B, Hq, D] over the keys that were kept, and the figures of
+        `kernels.api.attend_scanned`.
+
+        Args:
+            near_lse: [B, Hq] fp32 over the accelerator's own keys.
+        """
+        lane, layer = self._lane, self._lane.layers[layer_idx]
+        out, lse, figures = api.attend_scanned(
+            q, *layer, self._rows.stream_table, self._rows.num_streamed, near_lse, self._near_part,
+            scale=lane.scale, max_mass=lane.max_mass, max_keys=lane.max_keys,
+        )  # fmt: skip
+        return AttentionState(out, lse), figures
