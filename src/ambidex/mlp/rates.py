@@ -86,19 +86,27 @@ def measure_cpu(parts: Sequence[Part], linear: LinearContext) -> tuple[dict[int,
     if not plain_parts:
         linear.most_native_tokens = TOKENS[-1]
         some = _take(parts, _PROBE_BYTES)
-        return {num: _cpu_rate(some, torch.randn(num, some[0].num_in)) for num in TOKENS}, TOKENS[-1]
+        return {num: _cpu_rate(some, _some_x(some[0], num)) for num in TOKENS}, TOKENS[-1]
     some = _take(plain_parts, _PROBE_BYTES)
     # By native tokens (all or none), and whether torch's products have the weights first.
     rates: dict[tuple[int, bool], dict[int, float]] = {}
     for most, weight_first in ((TOKENS[-1], False), (0, False), (0, True)):
         linear.most_native_tokens, linear.weight_first = most, weight_first
-        rates[most, weight_first] = {num: _cpu_rate(some, torch.randn(num, some[0].num_in)) for num in TOKENS}
+        rates[most, weight_first] = {num: _cpu_rate(some, _some_x(some[0], num)) for num in TOKENS}
     native = rates[TOKENS[-1], False]
     linear.weight_first = sum(list(rates[0, True].values())[-3:]) > sum(list(rates[0, False].values())[-3:])
     plain = rates[0, linear.weight_first]
     linear.most_native_tokens = max((num for num in TOKENS if native[num] >= _AS_FAST * plain[num]), default=0)
     cpu = {num: native[num] if num <= linear.most_native_tokens else plain[num] for num in TOKENS}
     return cpu, linear.most_native_tokens
+
+
+def _some_x(part: Part, num_tokens: int) -> Tensor:
+    """x [T, K] fp32 as an accelerator sends it: of plain 16-bit weights its numbers have 16 bits, too, and native
+    products of them are the faster for it."""
+    x = torch.randn(num_tokens, part.num_in)
+    first = part.numbers.ins[0]
+    return x.to(first.dtype).float() if isinstance(first, Tensor) else x.bfloat16().float()
 
 
 def _cpu_rate(parts: Sequence[Part], x: Tensor) -> float:
