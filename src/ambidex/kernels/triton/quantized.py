@@ -170,7 +170,7 @@ def multiply(x: Tensor, data: Tensor, kind: str, num_rows: int) -> Tensor:
 def choose_num_splits(num_tiles: int, num_blocks: int) -> int:
     """Pieces of each row, so that there are enough programs."""
     most = max(1, min(_MOST_SPLITS, num_blocks // _LEAST_BLOCKS))
-    return min(most, triton.cdiv(_LEAST_PROGRAMS, num_tiles))
+    return min(most, -(-_LEAST_PROGRAMS // num_tiles))
 
 
 def _multiply_widened(x: Tensor, data: Tensor, kind: str, y: Tensor) -> None:
