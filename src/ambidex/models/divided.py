@@ -255,12 +255,13 @@ class DividedWeights:
         ]
         return [(shape, parts, screen) for shape, parts, screen in found if is_sparse(shape, parts)]
 
-    def host_parts(self) -> list[Part]:
-        """Parts that the CPU multiplies, of one place after the other, for measurements: the weights are filled."""
+    def host_sides(self) -> list[HostSide]:
+        """What the CPU multiplies of each place, all neurons of it, for measurements: the weights are filled."""
         found = []
         for plan, host in self._host_rows():
             first = len(plan.cuts.movable)
-            found += self._host_parts(plan, host[first : first + len(plan.cuts.on_cpu)])
+            parts = self._host_parts(plan, host[first : first + len(plan.cuts.on_cpu)])
+            found += [HostSide(plan.shape, parts)] if parts else []
         return found
 
     def host_chunks(self) -> list[Tensor]:
