@@ -12,6 +12,7 @@ from ambidex.core.sparsity import NeuronCache as CacheChoice
 from ambidex.core.sparsity import NeuronFigures, SparsityKind
 from ambidex.engine.compose.choices import Choices
 from ambidex.engine.compose.sparsity import set_masks
+from ambidex.kernels.cpu.picked import PickedPool
 from ambidex.kernels.linear import LinearContext
 from ambidex.mlp.host_lane import HostLane
 from ambidex.mlp.hot_neurons import AveragedNeurons, StaticNeurons
@@ -184,7 +185,13 @@ def _make_sparse(choices: Choices, divided: DividedWeights, linear: LinearContex
         return None
     # Where the accelerator is the CPU, torch has one thread in decode steps (`TorchThreads`).
     num_threads = 1 if choices.device.type == "cpu" else choices.num_threads
-    context = SparseContext(linear=linear, num_threads=num_threads, costs=NO_COSTS)
+    threads = choices.threads
+    context = SparseContext(
+        linear=linear,
+        num_threads=num_threads,
+        costs=NO_COSTS,
+        picked=None if threads is None else PickedPool(threads),
+    )
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     with torch.inference_mode():
