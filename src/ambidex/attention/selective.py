@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ambidex.attention.context_rows import TIERS, ContextRows
+from ambidex.attention.early_decode import EarlyDecode, FarAnswer
 from ambidex.attention.select.policy import (
     DecodeRow,
     Need,
@@ -36,7 +37,7 @@ from ambidex.core.errors import InternalError, ShapeError
 from ambidex.core.ids import KVPart, Lane, RequestId, Tier
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.selection import SelectionSetting, StageTimes
-from ambidex.core.step import NewRequest, ScheduledRequest, SelectionFigures
+from ambidex.core.step import BlockRef, NewRequest, ScheduledRequest, SelectionFigures
 from ambidex.kernels import api
 from ambidex.layers.rope import compute_inv_freq
 
@@ -62,6 +63,14 @@ class _State:
     """Tokens that the selectors have taken in."""
 
 
+@dataclass(frozen=True, slots=True)
+class KeptState:
+    """A request between two steps."""
+
+    selectors: tuple[Selector, ...]
+    num_computed: int
+
+
 @dataclass(slots=True, kw_only=True)
 class _Work:
     """One request of a step. Rows are places among the step's T tokens; `start` is the position of the first."""
@@ -72,9 +81,18 @@ class _Work:
     first_row: int
     num_prompt_rows: int
     num_rows: int
-    context: ContextRows
+    blocks: Sequence[BlockRef]
+    make_context: Callable[[], ContextRows]
     selectors: list[Selector]
     """Copies of the state's, which take their place when the step is at its end."""
+    made: ContextRows | None = None
+
+    @property
+    def context(self) -> ContextRows:
+        """K and V by position; made when it is first asked for."""
+        if self.made is None:
+            self.made = self.make_context()
+        return self.made
 
     @property
     def prompt_rows(self) -> slice:
@@ -128,6 +146,7 @@ class SelectiveAttention:
         look_ahead: for policies that need it.
         verify_every: each so many-th choice is computed again over all keys and held against its bound; 0: none is.
         watch: is told each choice.
+        early: answers steps of the form that it knows; None: none are.
     """
 
     def __init__(
@@ -139,13 +158,17 @@ class SelectiveAttention:
         look_ahead: LookAhead | None = None,
         verify_every: int = 0,
         watch: Callable[[Choice], None] | None = None,
+        early: EarlyDecode | None = None,
     ) -> None:
         self._watch = watch
+        self._early = early
+        self._is_early = False
         self._policy = policy
         self._spec = spec
         self._exact = exact
         self._look_ahead = look_ahead
         self._scale = spec.head_dim**-0.5
+        self._block_size = exact.pools[Tier.GPU].spec.block_size
         self._device = exact.pools[Tier.GPU].device
         is_turned = policy.positions is Positions.IN_CACHE and spec.rope is not None
         self._inv_freq = compute_inv_freq(spec.rope).to(self._device) if is_turned and spec.rope is not None else None
@@ -172,7 +195,17 @@ class SelectiveAttention:
             spec = self._exact.pools[tier].spec
             read[lane] = read.get(lane, 0) + count * spec.bytes_per_token_layer // (2 * spec.num_kv_heads)
         read[Lane.GPU] += self._num_own_bytes
+        if self._is_early and self._early is not None:
+            self._add_early_bytes(read, self._early)
         return read
+
+    def _add_early_bytes(self, read: dict[Lane, int], early: EarlyDecode) -> None:
+        for count, tier, lane in zip(early.num_rows, TIERS, (Lane.GPU, Lane.CPU), strict=True):
+            spec = self._exact.pools[tier].spec
+            read[lane] += count * spec.bytes_per_token_layer // (2 * spec.num_kv_heads)
+        for lane, num_bytes in early.lane_bytes.items():
+            read[lane] = read.get(lane, 0) + num_bytes
+        read[Lane.GPU] += early.num_bytes
 
     @property
     def selection(self) -> SelectionFigures:
@@ -180,6 +213,11 @@ class SelectiveAttention:
 
         Cost: waits for the device.
         """
+        if self._is_early and self._early is not None:
+            num_choices = self._spec.num_layers * self._spec.num_q_heads * len(self._works)
+            return SelectionFigures(
+                num_choices=num_choices, num_visible=self._early.num_visible, num_attended=self._early.num_attended
+            )
         return self._log.figures()
 
     def add(self, request: NewRequest) -> None:
@@ -193,6 +231,19 @@ class SelectiveAttention:
     def forget(self, request_id: RequestId) -> None:
         """Drop what is kept of a request that ended."""
         self._states.pop(request_id, None)
+        if self._early is not None:
+            self._early.forget(request_id)
+
+    def keep(self, request_id: RequestId) -> "KeptState":
+        """What is kept of a request between steps, to `restore` it later."""
+        state = self._states[request_id]
+        return KeptState(tuple(state.selectors), state.num_computed)
+
+    def restore(self, request_id: RequestId, kept: "KeptState") -> None:
+        """Take a request back to where it was: steps since then may be computed again, under another setting, if its
+        blocks are still its own. What grew since is dropped."""
+        state = self._states[request_id]
+        state.selectors, state.num_computed = list(kept.selectors), kept.num_computed
 
     def apply(self, setting: SelectionSetting) -> None:
         """What the policy shall select from the next step on."""
@@ -206,6 +257,8 @@ class SelectiveAttention:
         """
         if any(work.num_prompt_rows for work in self._works):
             return None
+        if self._is_early and self._early is not None:
+            return self._early.stage_times(forward_s)
         return self._clock.times(forward_s)
 
     def kept(self, request_id: RequestId, layer_idx: int) -> Tensor | None:
@@ -232,6 +285,7 @@ class SelectiveAttention:
             if work.num_prompt_rows:
                 prompts.append(replace(request, token_ids=request.token_ids[: work.num_prompt_rows]))
         self._exact.begin(prompts)
+        self._is_early = self._early is not None and self._early.begin(requests, self._works)
         chosen = [row for work in self._works for row in range(work.prompt_rows.start, work.prompt_rows.stop)]
         self._prompt_rows = None if len(chosen) == self._num_tokens else self._index(chosen)
         self._new_rows = self._find_new_rows()
@@ -249,14 +303,14 @@ class SelectiveAttention:
         """
         if q.shape[0] != self._num_tokens:
             raise ShapeError(f"q: expected T={self._num_tokens} tokens of this step, got {q.shape[0]}")
+        if self._is_early and self._early is not None:
+            return self._attend_early(self._early, layer_idx, q, k, v, angles)
         stale_q = self._look_ahead.query(layer_idx) if self._look_ahead is not None else None
         if angles is not None:
             q, k = api.rotate(q, *angles), api.rotate(k, *angles)
             stale_q = None if stale_q is None else api.rotate(stale_q, *angles)
         out = self._attend_prompts(layer_idx, q, k, v)
-        for tier, rows, slots in self._new_rows:
-            pool = self._exact.pools[tier]
-            pool.store(layer_idx, slots, k[rows].to(pool.device), v[rows].to(pool.device))
+        self._store_new(layer_idx, k, v)
         for work in self._works:
             self._show_prompt(layer_idx, work, q, k, v)
             if work.decode_rows:
@@ -264,6 +318,47 @@ class SelectiveAttention:
         if layer_idx == self._spec.num_layers - 1:
             self._commit()
         return out
+
+    def _attend_early(
+        self,
+        early: EarlyDecode,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        angles: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        watch = None if self._watch is None else self._tell
+        out = early.attend(layer_idx, q, k, v, angles=angles, store=self._store_new, watch=watch)
+        if layer_idx == self._spec.num_layers - 1:
+            self._commit()
+        return out
+
+    def _tell(self, layer_idx: int, row: int, answer: FarAnswer) -> None:
+        """Tell whoever watches what a row attended."""
+        assert self._watch is not None, "someone watches"
+        work, near = self._works[row], answer.probs.shape[2] - answer.places.shape[1]
+        num_keys = work.num_keys(work.first_row)
+        newest = torch.arange(num_keys - near, num_keys, device=answer.places.device)
+        places = torch.cat((answer.places, newest.expand(len(answer.places), -1)), dim=1)[:, None]
+        places = places.expand(answer.probs.shape)  # [Hkv, G, K + near]
+        probs = torch.zeros((*places.shape[:2], num_keys), dtype=answer.probs.dtype, device=places.device)
+        self._watch(
+            Choice(
+                request_id=work.request_id,
+                layer_idx=layer_idx,
+                position=num_keys - 1,
+                mask=torch.zeros_like(probs, dtype=torch.bool).scatter_(2, places, True).flatten(0, 1),
+                probs=probs.scatter_(2, places, answer.probs).flatten(0, 1),
+                selector=work.selectors[layer_idx],
+            )
+        )
+
+    def _store_new(self, layer_idx: int, k: Tensor, v: Tensor) -> None:
+        """Store the rows of decode queries."""
+        for tier, rows, slots in self._new_rows:
+            pool = self._exact.pools[tier]
+            pool.store(layer_idx, slots, k[rows].to(pool.device), v[rows].to(pool.device))
 
     def settle(self) -> None:
         """Order what follows behind the rows of a step that broke off: its blocks may soon be another's."""
@@ -291,7 +386,8 @@ class SelectiveAttention:
             first_row=self._num_tokens,
             num_prompt_rows=min(num_rows, max(0, state.request.num_prompt_tokens - request.start)),
             num_rows=num_rows,
-            context=ContextRows(request.blocks, request.start + num_rows, pools=self._exact.pools),
+            blocks=request.blocks,
+            make_context=lambda: ContextRows(request.blocks, request.start + num_rows, pools=self._exact.pools),
             selectors=[selector.snapshot() for selector in state.selectors],
         )
 
@@ -302,12 +398,11 @@ class SelectiveAttention:
         for work in self._works:
             if not work.decode_rows:
                 continue
-            begin = work.num_keys(work.decode_rows.start) - 1
-            places, tiers = work.context.slots[begin:].tolist(), work.context.is_dram[begin:].tolist()
-            for row, slot, is_dram in zip(work.decode_rows, places, tiers, strict=True):
-                tier = TIERS[is_dram]
-                rows[tier].append(row)
-                slots[tier].append(slot)
+            for row in work.decode_rows:
+                place, offset = divmod(work.num_keys(row) - 1, self._block_size)
+                block = work.blocks[place]
+                rows[block.tier].append(row)
+                slots[block.tier].append(block.block_id * self._block_size + offset)
         return [
             (tier, self._index(rows[tier]), self._index(slots[tier]).to(self._exact.pools[tier].device))
             for tier in TIERS

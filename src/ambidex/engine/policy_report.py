@@ -2,20 +2,22 @@
 
 from collections.abc import Iterator
 
-from ambidex.core.config import EngineConfig
-from ambidex.core.policy import PolicyName, resolve_policy
+from ambidex.core.policy import PolicyName
 from ambidex.engine.bounded_form import BoundedForm
+from ambidex.engine.chosen_policy import ChosenPolicy
 from ambidex.engine.report import ReportRow
 
 
-def policy_rows(config: EngineConfig, bounded: BoundedForm) -> Iterator[ReportRow]:
+def policy_rows(policy: ChosenPolicy, bounded: BoundedForm) -> Iterator[ReportRow]:
     """Which keys decode steps attend, and what that costs."""
-    settings = resolve_policy(config)
+    settings = policy.settings
     why = "decode steps take the ordinary path, in plain torch, and attend the keys that it chooses"
     if settings.is_exact:
         why = "decode steps attend all keys"
     elif settings.name is PolicyName.BOUNDED:
         why = bounded.why
+    if policy.why:
+        why = f"{why}; {policy.why}"
     yield ReportRow(
         section="compute",
         name="policy",
