@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ambidex.attention.early_decode import EarlyDecode
+from ambidex.attention.row_store import RowStore
 from ambidex.attention.select.policy import Need
 from ambidex.attention.select.registry import make_policy
 from ambidex.attention.selective import Choice, SelectiveAttention
@@ -79,6 +80,7 @@ class SelectiveWorld:
         seed: int = 0,
         verify_every: int = 0,
         is_early: bool = False,
+        has_rows: bool = False,
     ) -> None:
         self.tiny = tiny
         self.block_size = block_size
@@ -95,6 +97,7 @@ class SelectiveWorld:
                 tiny.spec,
                 TieredAttention(tiny.spec, self.pools),
                 look_ahead,
+                RowStore(tiny.spec, self.pools),
                 num_near=settings.near_tokens,
                 is_timed=Need.TIMES in policy.needs,
             )
@@ -104,6 +107,7 @@ class SelectiveWorld:
             TieredAttention(tiny.spec, self.pools),
             look_ahead=look_ahead,
             early=early,
+            row_store=RowStore(tiny.spec, self.pools) if has_rows else None,
             verify_every=verify_every,
             watch=self._watch,
         )

@@ -102,16 +102,17 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("case", CASES)
 def test_policy_chooses_and_weighs_as_its_definition(tiny: TinyModel, case: str) -> None:
-    """With the prompt whole over rows, and in chunks over tiles."""
+    """With the prompt whole over rows, in chunks over tiles, and from rows in host memory."""
     tokens = random_tokens(NUM_TOKENS, seed=len(case))
     naive = NaiveRun(tiny, [CASES[case][1]() for _ in range(tiny.spec.num_layers)], tokens, NUM_PROMPT)
-    for block_size, chunks in ((4, [NUM_PROMPT]), (16, [5, 20, 12])):
-        check_against(naive, case, block_size=block_size, chunks=chunks)
+    for block_size, chunks, has_rows in ((4, [NUM_PROMPT], False), (16, [5, 20, 12], False), (16, [9, 28], True)):
+        check_against(naive, case, block_size=block_size, chunks=chunks, has_rows=has_rows)
 
 
-def check_against(naive: NaiveRun, case: str, *, block_size: int, chunks: list[int]) -> None:
+def check_against(naive: NaiveRun, case: str, *, block_size: int, chunks: list[int], has_rows: bool) -> None:
     options, tiny, tokens = CASES[case][0], naive.tiny, naive.tokens
-    world = SelectiveWorld(tiny, policy_settings(**options), block_size=block_size)  # type: ignore[arg-type]
+    settings = policy_settings(**options)  # type: ignore[arg-type]
+    world = SelectiveWorld(tiny, settings, block_size=block_size, has_rows=has_rows)
     world.add("a", tokens, num_prompt=NUM_PROMPT, max_output_tokens=LIMIT)
     hidden = world.run("a", chunks=chunks)
     for position in range(NUM_PROMPT, NUM_TOKENS):

@@ -85,12 +85,20 @@ class EarlyDecode:
         spec: heads, layers and head_dim (the scale is head_dim ** -0.5).
         exact: attends all keys, for layers that do not look ahead; nobody else's.
         look_ahead: makes the early queries.
+        row_store: keeps rows in host memory.
         num_near: newest keys before a query's own that are near.
         is_timed: stages are timed.
     """
 
     def __init__(
-        self, spec: ModelSpec, exact: TieredAttention, look_ahead: LookAhead, *, num_near: int, is_timed: bool
+        self,
+        spec: ModelSpec,
+        exact: TieredAttention,
+        look_ahead: LookAhead,
+        row_store: RowStore,
+        *,
+        num_near: int,
+        is_timed: bool,
     ) -> None:
         pool = exact.pools[Tier.GPU]
         self._spec = spec
@@ -101,7 +109,7 @@ class EarlyDecode:
         self._device = pool.device
         self._scale = spec.head_dim**-0.5
         self._shape = (spec.num_kv_heads, spec.group_size, spec.head_dim)
-        self._store = RowStore(spec, exact.pools)
+        self._store = row_store
         self._scores = EarlyScores(self._shape, dtype=pool.k.dtype, device=pool.device)
         self._near: dict[RequestId, _Near] = {}
         self._clock = _TransferClock(pool.device, is_on=is_timed)
@@ -146,6 +154,10 @@ class EarlyDecode:
             self._follow_near(work, found)
         self._exact.begin(requests)
         return True
+
+    def set_num_threads(self, num_threads: int) -> None:
+        """How many threads score from now on; no step is under way."""
+        self._scores.set_num_threads(num_threads)
 
     def forget(self, request_id: RequestId) -> None:
         """Drop what is kept of a request that ended."""
@@ -260,7 +272,7 @@ class EarlyDecode:
         num_far = selector.num_far(num_keys)
         places, given = self._choose(layer_idx, row, q, stale_q, selector, scores)
         with self._clock.measure():
-            values = take_rows(rows.v_there[layer_idx], places)  # [Hkv, K, D]
+            values = take_rows(rows.v_there[layer_idx], places, rows.base)  # [Hkv, K, D]
         seen = slice(num_far - near.base, num_keys - near.base)
         near_k, near_v = near.k[layer_idx, :, seen], near.v[layer_idx, :, seen]  # [Hkv, n, D]
         true = q.view(self._shape) @ near_k.float().transpose(1, 2) * self._scale
@@ -283,21 +295,22 @@ class EarlyDecode:
         if num_far == 0:
             nothing = torch.empty(num_heads, group_size, 0, device=self._device)
             return nothing[:, 0].long(), nothing
-        keys = self._rows[row].k_there[layer_idx]
+        rows = self._rows[row]
+        keys = rows.k_there[layer_idx]
         query = DecodeRow(
             q=q,
             stale_q=stale_q,
             num_keys=num_keys,
             scale=self._scale,
             read_keys=lambda num: keys[:, :num].float(),
-            take_keys=lambda some: self._take_keys(keys, some),
+            take_keys=lambda some: self._take_keys(keys, some, rows.base),
             note_bytes=self._note_bytes,
         )
         return selector.choose_far(query, num_far, None if scores is None else scores[row])
 
-    def _take_keys(self, keys: Tensor, places: Tensor) -> Tensor:
+    def _take_keys(self, keys: Tensor, places: Tensor, base: Tensor) -> Tensor:
         with self._clock.measure():
-            taken = take_rows(keys, places)
+            taken = take_rows(keys, places, base)
         self.num_rows[1] += places.numel()
         return taken.float()
 

@@ -77,6 +77,10 @@ class EarlyScores:
         """Launch: bring them to the accelerator, fp32."""
         return [part.to(self._device, non_blocking=self._is_cuda).float() for part in scores]
 
+    def set_num_threads(self, num_threads: int) -> None:
+        """How many threads torch computes with in the thread that answers: it has a number of its own."""
+        self._thread.submit(torch.set_num_threads, num_threads).result()
+
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown()

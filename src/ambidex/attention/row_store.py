@@ -81,18 +81,17 @@ class RowStore:
         rows.length = start
 
 
-def take_rows(rows: Tensor, places: Tensor) -> Tensor:
+def take_rows(rows: Tensor, places: Tensor, base: Tensor) -> Tensor:
     """Some rows of each head.
 
     Args:
         rows: [Hkv, n, D], contiguous; on a GPU it may lie in pinned host
             memory, whose rows are read over the link in pieces of 16 bytes.
-        places: [Hkv, M] int64.
+        places: [Hkv, M] int64; base: [Hkv, 1], head · n.
     Returns:
         [Hkv, M, D].
     """
-    num_heads, num_rows, head_dim = rows.shape
+    num_heads, _, head_dim = rows.shape
     wide = next((kind for size, kind in _WIDE.items() if head_dim * rows.itemsize % size == 0), rows.dtype)
-    base = torch.arange(num_heads, device=places.device)[:, None] * num_rows
     taken = rows.view(wide).flatten(0, 1).index_select(0, (places + base).flatten())
     return taken.view(rows.dtype).view(num_heads, places.shape[1], head_dim)

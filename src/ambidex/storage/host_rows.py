@@ -29,6 +29,7 @@ class HostRows:
     Attributes:
         k, v: [L, Hkv, capacity, D] in host memory; `k_there`, `v_there` the same memory as the device sees it.
         length: rows 0 … length − 1 are there, in all layers.
+        base: [Hkv, 1] on the device, where each head begins among the rows of a layer side by side.
     Raises:
         RuntimeError: torch's, or the driver's words: there is no such memory, or it cannot be pinned.
     """
@@ -46,6 +47,7 @@ class HostRows:
         self.k = torch.empty((num_layers, num_heads, capacity, head_dim), dtype=dtype)
         self.v = torch.empty_like(self.k)
         self.length = 0
+        self.base = torch.arange(num_heads, device=device)[:, None] * capacity
         self.k_there, self.v_there = self.k, self.v
         if device.type == "cuda":
             for part in (self.k, self.v):

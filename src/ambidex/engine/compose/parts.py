@@ -9,6 +9,7 @@ import torch
 from ambidex.attention.bounded_scan import BoundedScan, WaitWritten
 from ambidex.attention.chunk_stream import MIN_STREAMED_QUERIES, ChunkStream
 from ambidex.attention.early_decode import EarlyDecode
+from ambidex.attention.row_store import RowStore
 from ambidex.attention.select.policy import Need
 from ambidex.attention.select.registry import make_policy
 from ambidex.attention.selective import SelectiveAttention
@@ -268,17 +269,15 @@ def with_policy(
     policy = make_policy(settings, choices.spec)
     look_ahead = LookAhead(model, choices.spec.num_layers) if Need.LOOK_AHEAD in policy.needs else None
     early = None
-    if (
-        settings.name is PolicyName.HYBRIDGEN
-        and look_ahead is not None
-        and len(formats) == 1
-        and DType.INT8 not in formats
-    ):
+    has_rows = len(formats) == 1 and DType.INT8 not in formats
+    row_store = RowStore(choices.spec, exact.pools) if has_rows else None
+    if settings.name is PolicyName.HYBRIDGEN and look_ahead is not None and row_store is not None:
         assert settings.near_tokens is not None, "settings of hybridgen"
         early = EarlyDecode(
             choices.spec,
             TieredAttention(choices.spec, exact.pools),
             look_ahead,
+            row_store,
             num_near=settings.near_tokens,
             is_timed=Need.TIMES in policy.needs,
         )
@@ -288,5 +287,6 @@ def with_policy(
         exact,
         look_ahead=look_ahead,
         early=early,
+        row_store=row_store if choices.device.type == "cuda" else None,
         verify_every=CHOICES_PER_VERIFIED if config.verify else 0,
     )
