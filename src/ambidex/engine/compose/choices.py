@@ -18,7 +18,7 @@ from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVOrder, StreamBuffers
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.placement import Placement
-from ambidex.core.policy import PolicyName, resolve_policy
+from ambidex.core.policy import PolicyName
 from ambidex.core.sparsity import OFF, NeuronCache, SparsityKind
 from ambidex.core.step import make_buckets
 from ambidex.core.units import format_size
@@ -26,6 +26,7 @@ from ambidex.cost.sparsity import expected_reads
 from ambidex.cost.weights import DIVIDED_ON_CPU, DIVIDED_ON_GPU, PLAIN, WHOLE_ON_CPU, Residence
 from ambidex.engine.auto_placement import AUTO, AutoPlacement, Budgets, solve_weights
 from ambidex.engine.bounded_form import BoundedForm, choose_bounded_form
+from ambidex.engine.chosen_policy import ChosenPolicy, choose_policy
 from ambidex.engine.compose.sparsity import SparsityChoice, choose_sparsity
 from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
 from ambidex.engine.lane_preset import streamed_share
@@ -103,6 +104,7 @@ class Choices:
     kv: KVFormat
     decode_form: DecodeForm
     decode_form_why: str
+    policy: ChosenPolicy
     bounded: BoundedForm
     stream: StreamBuffers | None
     weights: "WeightChoices"
@@ -163,7 +165,8 @@ def make_choices(
 ) -> Choices:
     source = find_model(config.model)
     spec = read_spec(source)
-    policy = make_policy(resolve_policy(config), spec)  # refuses a model that it cannot serve before anything is loaded
+    chosen = choose_policy(config, source, spec)
+    policy = make_policy(chosen.settings, spec)  # refuses a model that it cannot serve before anything is loaded
     device = choose_device(config.device)
     is_cuda = device.type == "cuda"
     num_threads = choose_num_threads(config, device)
@@ -234,6 +237,7 @@ def make_choices(
         kv=kv,
         decode_form=form,
         decode_form_why=form_why,
+        policy=chosen,
         bounded=bounded,
         stream=stream,
         weights=weights,

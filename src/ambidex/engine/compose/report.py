@@ -115,7 +115,7 @@ def describe(
             *(choices.weights.auto.rows() if choices.weights.auto is not None else ()),
             ReportRow(section="compute", name="threads", value=str(choices.num_threads)),
             ReportRow(section="compute", name="decode", value=choices.decode_form.value, why=choices.decode_form_why),
-            *policy_rows(config, choices.bounded),
+            *policy_rows(choices.policy, choices.bounded),
             ReportRow(section="compute", name="stream_share", value=f"{stream[0]:.2f} of keys in DRAM", why=stream[1]),
         ],
         kv=choices.kv,

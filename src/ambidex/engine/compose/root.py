@@ -139,11 +139,11 @@ def build_engine(
         max_running_requests=choices.most_running(config),
         max_context_len=choices.memory.max_context_len,
         seed=config.seed,
-        feedback=make_feedback(config, choices.memory.max_context_len),
+        feedback=make_feedback(choices),
         restore=sessions.restore if sessions is not None else None,
     )
     stream_share, stream_why = choose_stream_share(config, choices, pools)
-    bounded = make_bounded(config, choices, pools, min_scanned)
+    bounded = make_bounded(choices, pools, min_scanned)
     decode_steps = make_decode_steps(
         config, choices, model, pools, forward, stream_share, capture, divided, bounded, clock
     )
