@@ -5,7 +5,10 @@ and what follows for steps of each size.
     link     bytes a second of a pinned copy
     beside   bytes a second of both together, with one token: DRAM serves both
 
-Both lanes end together when the CPU takes c / (c + link) of the bytes in DRAM, c = min(cpu(T), beside − link).
+Both lanes end together when the CPU takes c / (c + link) of the bytes in DRAM, c = min(cpu(T), beside − link). Where
+the CPU leaves out neurons, it reads a share r of its bytes: with a share s of all for the CPU DRAM needs
+(s r + 1 − s) / beside, which falls with s, and the CPU s / cpu(T), which grows: s is where they meet, if the link does
+not need more.
 """
 
 import itertools
@@ -50,6 +53,8 @@ class LaneRates:
     """Up to which the native products are the faster ones."""
     beside: float = math.inf
     """Of both at once, one token a step; inf: they do not get in each other's way."""
+    reads: float = 1.0
+    """Share of its bytes that the CPU reads; the rates count them all."""
 
     def levels(self, *, on_cpu: int, streamed: int) -> list[Level]:
         """What the CPU takes of its part in steps of each size; nothing where it would take less than a tenth.
@@ -58,14 +63,21 @@ class LaneRates:
             on_cpu, streamed: bytes in DRAM of its part, and of what always travels.
         """
         made = []
-        left = max(self.beside - self.link, _LEAST_LEFT * self.beside) if self.beside < math.inf else math.inf
-        for num_tokens, alone in self.cpu.items():
-            rate = min(alone, left)
-            share = (on_cpu + streamed) / max(1, on_cpu) * rate / (rate + self.link)
+        for num_tokens, rate in self.cpu.items():
+            share = (on_cpu + streamed) / max(1, on_cpu) * self._cpu_share(rate)
             if share < 0.1:
                 break
             made.append(Level(most_tokens=num_tokens, cpu_share=min(1.0, share)))
         return made
+
+    def _cpu_share(self, rate: float) -> float:
+        """Of all bytes in DRAM, for the CPU."""
+        if self.beside == math.inf:
+            return rate / (rate + self.link)
+        if self.reads < 1.0:
+            return max(rate / (rate + self.link), 1.0 / (self.beside / rate + 1.0 - self.reads))
+        rate = min(rate, max(self.beside - self.link, _LEAST_LEFT * self.beside))
+        return rate / (rate + self.link)
 
 
 def keep_whole(levels: Sequence[Level], most_tokens: int) -> list[Level]:
