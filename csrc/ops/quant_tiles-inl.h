@@ -43,18 +43,16 @@ inline IntLanes times_256(IntLanes a) {
 
 #endif
 
-// Runs that go through a stage together. Tiles are not loaded from stores that are still on their way to the cache, nor
-// vectors from a tile's: a stage begins when the one before it is a few hundred instructions back.
-constexpr std::size_t kTileRuns = 8;
-
+// Two runs are under way at a time, so that one is scaled while the tiles of the next are multiplied.
 struct RunTiles {
-  alignas(64) char right[kTileRuns][8 * 64];
-  alignas(64) int32_t high[kTileRuns][kTileRows * 16], low[kTileRuns][kTileRows * 16];
+  alignas(64) char right[2][8 * 64];
+  alignas(64) int32_t high[2][kTileRows * 16], low[2][kTileRows * 16];
 };
 
-// First stage: a run's numbers as a right operand.
-template <class Q>
-inline void unpack_run(const char* record, std::size_t run, char* right) {
+// Multiplies a run: `number` is the place of its first number, width that of a token in floats.
+template <class Q, int kParity>
+inline void start_run(Tiles& tiles, RunTiles& runs, const char* record, std::size_t run, const QuantToken& token,
+                      std::size_t number, std::size_t width) {
   const char* lines = record + Q::kRunsAt + run * Q::kRunBytes;
 #pragma GCC unroll 8
   for (std::size_t i = 0; i < Q::kRunBytes; i += 64) prefetch(lines + kQuantAhead + i);
@@ -64,35 +62,29 @@ inline void unpack_run(const char* record, std::size_t run, char* right) {
     Q::load(lines, line, parts);
 #pragma GCC unroll 2
     for (std::size_t p = 0; p < Q::kParts; p += 2) {
-      store_bytes(parts[p], parts[p + 1], right + (line * Q::kParts + p) / 2 * 64);
+      store_bytes(parts[p], parts[p + 1], runs.right[kParity] + (line * Q::kParts + p) / 2 * 64);
     }
   }
-}
-
-// Second stage: its products; `number` is the place of its first number, width that of a token in floats.
-template <int kParity>
-inline void multiply_run(Tiles& tiles, const char* right, const QuantToken& token, std::size_t number, std::size_t width,
-                         int32_t* high, int32_t* low) {
   constexpr int kHigh = kSum + 2 * kParity, kLow = kHigh + 1;
-  tiles.load<kRight + kParity>(right, 64);
+  tiles.load<kRight + kParity>(runs.right[kParity], 64);
   tiles.zero<kHigh>();
   tiles.load<kLeft>(token.high + number, width * sizeof(float));
   tiles.add_int8_product<kHigh, kLeft, kRight + kParity>();
+  tiles.store<kHigh>(runs.high[kParity], 64);
   tiles.zero<kLow>();
   tiles.load<kLeft + 1>(token.low + number, width * sizeof(float));
   tiles.add_uint8_int8_product<kLow, kLeft + 1, kRight + kParity>();
-  tiles.store<kHigh>(high, 64);
-  tiles.store<kLow>(low, 64);
+  tiles.store<kLow>(runs.low[kParity], 64);
 }
 
-// Third stage: they are scaled and added to the totals.
-template <class Q, std::size_t kTokens>
-inline void finish_run(const int32_t* high, const int32_t* low, const char* record, std::size_t run,
-                       const QuantToken& token, std::size_t number, std::size_t width, Lanes (&totals)[kTokens]) {
+// Scales it and adds it to the totals.
+template <class Q, std::size_t kTokens, int kParity>
+inline void finish_run(const RunTiles& runs, const char* record, std::size_t run, const QuantToken& token,
+                       std::size_t number, std::size_t width, Lanes (&totals)[kTokens]) {
   const Lanes scale = Q::scale(record, run);
 #pragma GCC unroll 16
   for (std::size_t t = 0; t < kTokens; ++t) {
-    IntLanes sum = times_256(IntLanes::load(high + 16 * t)) + IntLanes::load(low + 16 * t);
+    IntLanes sum = times_256(IntLanes::load(runs.high[kParity] + 16 * t)) + IntLanes::load(runs.low[kParity] + 16 * t);
     if (Q::kOffset != 0) {
       const int32_t* halves = token.integer_sums + t * width + number / 16;
       sum = sum + broadcast_int(-Q::kOffset * (Q::kNumbers == 16 ? halves[0] : halves[0] + halves[1]));
@@ -120,20 +112,21 @@ inline void multiply_tile_group(Tiles& tiles, RunTiles& runs, const LinearRange&
 #pragma GCC unroll 16
   for (std::size_t t = 0; t < kTokens; ++t) totals[t] = Lanes::zero();
   const auto record_of = [&](std::size_t idx) { return records + idx / Q::kRuns * kRecordBytes; };
-  for (std::size_t first = 0; first < num_runs; first += kTileRuns) {
-    const std::size_t some = num_runs - first < kTileRuns ? num_runs - first : kTileRuns;
-    for (std::size_t i = 0; i < some; ++i) unpack_run<Q>(record_of(first + i), (first + i) % Q::kRuns, runs.right[i]);
-    for (std::size_t i = 0; i < some; ++i) {
-      const std::size_t number = (first + i) * Q::kNumbers;
-      if (i % 2 == 0) {
-        multiply_run<0>(tiles, runs.right[i], token, number, width, runs.high[i], runs.low[i]);
-      } else {
-        multiply_run<1>(tiles, runs.right[i], token, number, width, runs.high[i], runs.low[i]);
-      }
+  const auto start = [&](std::size_t idx) {
+    const char* record = record_of(idx);
+    if (idx % 2 == 0) {
+      start_run<Q, 0>(tiles, runs, record, idx % Q::kRuns, token, idx * Q::kNumbers, width);
+    } else {
+      start_run<Q, 1>(tiles, runs, record, idx % Q::kRuns, token, idx * Q::kNumbers, width);
     }
-    for (std::size_t i = 0; i < some; ++i) {
-      finish_run<Q, kTokens>(runs.high[i], runs.low[i], record_of(first + i), (first + i) % Q::kRuns, token,
-                             (first + i) * Q::kNumbers, width, totals);
+  };
+  start(0);
+  for (std::size_t idx = 0; idx < num_runs; ++idx) {
+    if (idx + 1 < num_runs) start(idx + 1);
+    if (idx % 2 == 0) {
+      finish_run<Q, kTokens, 0>(runs, record_of(idx), idx % Q::kRuns, token, idx * Q::kNumbers, width, totals);
+    } else {
+      finish_run<Q, kTokens, 1>(runs, record_of(idx), idx % Q::kRuns, token, idx * Q::kNumbers, width, totals);
     }
   }
   for (std::size_t t = 0; t < num_tokens; ++t) store_rows(range, first_row, first_token + t, totals[t]);
