@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import click
 
+from ambidex.cli.calibrate_accuracy import AccuracyCommand
 from ambidex.cli.lists import MAX_COUNT
 from ambidex.cli.services import Services
 from ambidex.cli.session import SettingsCommand
@@ -97,11 +98,11 @@ class CalibrateCommand(click.Group):
             "calibrate",
             callback=calibrate,
             invoke_without_command=True,
-            commands=[NeuronsCommand()],
+            commands=[AccuracyCommand(), NeuronsCommand()],
             short_help="Measure this machine's rates into its profile.",
             help="Measure what the cost model needs of this machine: reads of DRAM and GPU memory, products of weights "
             "by format and tokens, attention, copies, handovers. Best while nothing else runs. What Ctrl-C interrupts "
-            "goes on where it was. `calibrate neurons` measures a model instead.",
+            "goes on where it was. `calibrate neurons` and `calibrate accuracy` measure a model instead.",
             params=[
                 VerbOption(["--profile"], type=path, help="file to write; default: this machine's in the user's cache"),
                 VerbOption(["--num-threads"], type=click.IntRange(1, 4096),
@@ -153,7 +154,7 @@ def show(name: str, value: Any) -> str:
     """A part's value for people."""
     if isinstance(value, dict):
         return str(value["name"])
-    if name in ("CPU small calls", "GPU small kernels", "handover"):
+    if name in ("CPU small calls", "GPU small kernels", "launches", "handover"):
         return f"{MICRO * value:.1f} µs" + ("" if name == "handover" else " a layer")
     if name == "copies":
         return f"{_gb(value[0])} to the GPU, {_gb(value[1])} from it"

@@ -241,7 +241,8 @@ class EngineConfig:
         high=4096,
     )
     exact_layers: int | None = setting(
-        None, SettingKind.INT, "first layers that attend all keys (quest, infinigen, hybridgen); default: 2",
+        None, SettingKind.INT, "first layers that attend all keys (quest, infinigen, hybridgen); default: 2, or as "
+        "calibrated for hybridgen",
         unit="layers", low=0,
     )  # fmt: skip
     alpha: float | None = setting(
@@ -260,12 +261,18 @@ class EngineConfig:
         "off",
     )  # fmt: skip
     min_selected_tokens: int | None = setting(
-        None, SettingKind.INT, "keys that hybridgen's feedback leaves selected at least; default: 64",
+        None, SettingKind.INT, "keys that hybridgen's feedback leaves selected at least; default: as calibrated, "
+        "else 64",
         unit="tokens", low=2,
     )  # fmt: skip
     near_tokens: int | None = setting(
         None, SettingKind.INT, "newest keys that hybridgen always attends, with true scores; default: 64",
         unit="tokens", low=0,
+    )  # fmt: skip
+    accuracy_profile: str | None = setting(
+        None, SettingKind.TEXT,
+        "file of `ambidex calibrate accuracy`: least keys and first layers of hybridgen, where they are not set; "
+        "default: the one that it wrote for this model into the user's cache",
     )  # fmt: skip
     max_dropped_mass: float | None = setting(
         None, SettingKind.NUMBER,

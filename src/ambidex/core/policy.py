@@ -135,6 +135,7 @@ class PolicySettings:
     hybridgen_feedback: HybridGenFeedback | None = None
     min_selected_tokens: int | None = None
     near_tokens: int | None = None
+    accuracy_profile: str | None = None
     max_dropped_mass: float | None = None
     bounded_scores: BoundedScores | None = None
     seed: int = 0
@@ -188,6 +189,8 @@ class PolicyOptions(Protocol):
     @property
     def near_tokens(self) -> int | None: ...
     @property
+    def accuracy_profile(self) -> str | None: ...
+    @property
     def seed(self) -> int: ...
     @property
     def max_dropped_mass(self) -> float | None: ...
@@ -195,13 +198,13 @@ class PolicyOptions(Protocol):
     def bounded_scores(self) -> BoundedScores: ...
 
 
-Default = int | float | StrEnum | None
+Default = int | float | str | None
 
 _BUDGET_OPTIONS: Final = ("policy_tokens", "policy_percent")
 _OPTIONS: Final = (
     *_BUDGET_OPTIONS, "recent_percent", "sink_tokens", "h2o_form", "tau_start", "tau_end", "page_tokens",
     "exact_layers", "alpha", "partial_percent", "hybridgen_mode", "hybridgen_feedback", "min_selected_tokens",
-    "near_tokens", "max_dropped_mass", "bounded_scores",
+    "near_tokens", "accuracy_profile", "max_dropped_mass", "bounded_scores",
 )  # fmt: skip
 
 DEFAULTS: Final[Mapping[PolicyName, Mapping[str, Default]]] = {
@@ -230,6 +233,7 @@ DEFAULTS: Final[Mapping[PolicyName, Mapping[str, Default]]] = {
     PolicyName.HYBRIDGEN: {
         "policy_tokens": None, "policy_percent": 20, "near_tokens": 64, "partial_percent": 20, "exact_layers": 2,
         "hybridgen_mode": HybridGenMode.POST, "hybridgen_feedback": HybridGenFeedback.OFF, "min_selected_tokens": 64,
+        "accuracy_profile": None,
     },
     PolicyName.FLEXGEN: {},
     PolicyName.MOE_LIGHTNING: {},

@@ -15,7 +15,7 @@ from ambidex.cost.units import BLOCK_SIZE, kv_specs, make_units, most_streamed
 from ambidex.cost.weights import ModelWeights, Residence, count_weights
 from ambidex.cost.workload import KVShares, Workload
 from ambidex.engine.report import ReportRow
-from ambidex.hw.profile import HardwareProfile
+from ambidex.hw.profile import Curve, HardwareProfile
 from ambidex.sched.plan_world import keys_that_fit
 from ambidex.sched.tuner import Where
 from ambidex.solver.problem import Pins, PlacementProblem
@@ -29,7 +29,7 @@ AUTO: Final = "auto"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
     """Bytes: of both tiers, of what else the accelerator holds beside weights and keys, of buffers for weights on their
-    way where those are plain numbers."""
+    way."""
 
     gpu: int
     dram: int
@@ -50,6 +50,8 @@ class AutoPlacement:
     workload: Workload
     problem: PlacementProblem
     solution: Solution
+    mlp_reads: Curve | None = None
+    """See `make_units`."""
 
     @property
     def is_by_rule(self) -> bool:
@@ -74,7 +76,7 @@ class AutoPlacement:
     def predict_step_s(self, batch: int, context: int) -> float | None:
         """Seconds of a decode step of other traffic; None if its keys do not fit beside the weights."""
         workload = replace(self.workload, batch=max(1, batch), context=max(1, context))
-        units = make_units(self.spec, self.weights, self.profile, workload, dtype=self.dtype)
+        units = make_units(self.spec, self.weights, self.profile, workload, dtype=self.dtype, mlp_reads=self.mlp_reads)
         problem = replace(self.problem, units=units)
         kv = keys_that_fit(problem, Where(placement=self.placement, kv=self.solution.kv))
         return None if kv is None else predict_step(units, self.placement, kv).step_s
@@ -106,6 +108,7 @@ def solve_weights(
     budgets: Budgets,
     residence: Residence,
     kind: str | None = None,
+    mlp_reads: Curve | None = None,
 ) -> AutoPlacement:
     """Solve for half of the longest context and for as many running requests as both budgets hold; where a policy has a
     rule of its own (`solver/published.py`), for as many as that says.
@@ -113,6 +116,7 @@ def solve_weights(
     Args:
         dtype: of activations and of matrices that are not quantised.
         residence: which quantised matrices the engine keeps; kind: the type of all of them, of dummy weights.
+        mlp_reads: as in `make_units`.
     Raises:
         ConfigError: not even one request fits; says which capacity binds.
     """
@@ -128,11 +132,11 @@ def solve_weights(
 
     def problem_of(batch: int) -> PlacementProblem:
         return PlacementProblem(
-            units=make_units(spec, weights, profile, workload_of(batch), dtype=dtype),
+            units=make_units(spec, weights, profile, workload_of(batch), dtype=dtype, mlp_reads=mlp_reads),
             gpu_bytes=budgets.gpu,
             gpu_fixed_bytes=weights.other_bytes + budgets.gpu_fixed,
             least_kv_bytes=(config.kv_gpu_tokens or 0) * gpu_kv.bytes_per_token,
-            ring_bytes=int(budgets.ring * weights.number_bytes / dtype.num_bytes),
+            ring_bytes=budgets.ring,
             dram_bytes=budgets.dram if profile.gpu is not None else None,
             most_kv_streamed=most_streamed(
                 spec,
@@ -152,7 +156,7 @@ def solve_weights(
         batch, solution = _solve(problem_of, config.max_running_requests)
     return AutoPlacement(
         spec=spec, weights=weights, dtype=dtype, profile=profile, workload=workload_of(batch),
-        problem=problem_of(batch), solution=solution,
+        problem=problem_of(batch), solution=solution, mlp_reads=mlp_reads,
     )  # fmt: skip
 
 

@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator
 
-from ambidex.core.config import EngineConfig
-from ambidex.core.policy import LANE_PRESETS, PolicyName, resolve_policy
+from ambidex.core.policy import LANE_PRESETS, PolicyName
 from ambidex.engine.bounded_form import BoundedForm
+from ambidex.engine.chosen_policy import ChosenPolicy
 from ambidex.engine.report import ReportRow
 
 
-def policy_rows(config: EngineConfig, bounded: BoundedForm) -> Iterator[ReportRow]:
+def policy_rows(policy: ChosenPolicy, bounded: BoundedForm) -> Iterator[ReportRow]:
     """Which keys decode steps attend, and what that costs."""
-    settings = resolve_policy(config)
+    settings = policy.settings
     why = "decode steps take the ordinary path, in plain torch, and attend the keys that it chooses"
     preset = LANE_PRESETS.get(settings.name)
     if preset is not None:
@@ -20,6 +20,8 @@ def policy_rows(config: EngineConfig, bounded: BoundedForm) -> Iterator[ReportRo
         why = "decode steps attend all keys"
     elif settings.name is PolicyName.BOUNDED:
         why = bounded.why
+    if policy.why:
+        why = f"{why}; {policy.why}"
     yield ReportRow(
         section="compute",
         name="policy",

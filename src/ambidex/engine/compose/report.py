@@ -17,9 +17,7 @@ from ambidex.engine.weights_plan import (
 )
 from ambidex.kernels.cpu import native
 from ambidex.kernels.dispatch import find_fallbacks
-from ambidex.models.divided import (
-    DividedWeights,
-)
+from ambidex.models.divided import DividedWeights
 from ambidex.models.quantized import describe_kept
 from ambidex.storage.kv_pool import KVPool
 
@@ -117,7 +115,7 @@ def describe(
             *(choices.weights.auto.rows() if choices.weights.auto is not None else ()),
             ReportRow(section="compute", name="threads", value=str(choices.num_threads)),
             ReportRow(section="compute", name="decode", value=choices.decode_form.value, why=choices.decode_form_why),
-            *policy_rows(config, choices.bounded),
+            *policy_rows(choices.policy, choices.bounded),
             ReportRow(section="compute", name="stream_share", value=f"{stream[0]:.2f} of keys in DRAM", why=stream[1]),
         ],
         kv=choices.kv,

@@ -38,9 +38,7 @@ from ambidex.kv.manager import KVManager
 from ambidex.kv.prefix_cache import PrefixCacheLimits
 from ambidex.mlp.split_site import Level
 from ambidex.models.base import CausalLM
-from ambidex.models.divided import (
-    RingSizes,
-)
+from ambidex.models.site_plans import RingSizes
 from ambidex.models.weight_moves import CopyChunk, copy_chunk
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.device import choose_device
@@ -141,11 +139,11 @@ def build_engine(
         max_running_requests=choices.most_running(config),
         max_context_len=choices.memory.max_context_len,
         seed=config.seed,
-        feedback=make_feedback(config, choices.memory.max_context_len),
+        feedback=make_feedback(choices),
         restore=sessions.restore if sessions is not None else None,
     )
     stream_share, stream_why = choose_stream_share(config, choices, pools)
-    bounded = make_bounded(config, choices, pools, min_scanned)
+    bounded = make_bounded(choices, pools, min_scanned)
     decode_steps = make_decode_steps(
         config, choices, model, pools, forward, stream_share, capture, divided, bounded, clock
     )
