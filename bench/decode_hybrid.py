@@ -29,6 +29,7 @@ from torch import Tensor
 
 import decode_gpu
 from ambidex import EngineConfig
+from ambidex.attention.selective import SelectiveAttention
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import DeviceKind, DTypeChoice, Graphs, KVDTypeChoice, LoadFormat
 from ambidex.core.errors import AmbidexError
@@ -67,7 +68,7 @@ class RandomPrompts:
         return torch.zeros(len(batch.token_ids), self._width, dtype=dtype, device=batch.token_ids.device)
 
 
-def fill_pools(attention: TieredAttention, *, key_std: float) -> None:
+def fill_pools(attention: TieredAttention | SelectiveAttention, *, key_std: float) -> None:
     """Fill the pools of both tiers with numbers of a normal distribution, the same for every few blocks.
 
     Keys spread as those do that dummy weights would give, so scores do as well (`models/weights.py`).
