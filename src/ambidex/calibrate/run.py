@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ambidex.calibrate import cpu, gpu
+from ambidex.calibrate.launches import measure_launches
 from ambidex.calibrate.memory_rate import gpu_read_rate, probe_bytes
 from ambidex.core.dtypes import GPU_WEIGHT_KINDS
 from ambidex.core.errors import MachineError
@@ -94,7 +95,7 @@ def part_names(*, has_gpu: bool) -> tuple[str, ...]:
     names += [*(f"CPU attention {kind}" for kind in cpu.ATTENTION_FORMATS), "CPU small calls"]
     if has_gpu:
         names += ["GPU", "GPU memory read", *(f"GPU products {kind}" for kind in GPU_PRODUCT_FORMATS), "GPU attention",
-                  "GPU small kernels", "copies", "DRAM beside copies", "handover"]  # fmt: skip
+                  "GPU small kernels", "launches", "copies", "DRAM beside copies", "handover"]  # fmt: skip
     return tuple(names)
 
 
@@ -119,6 +120,7 @@ def make_profile(machine: Machine, parts: Mapping[str, Any], *, num_threads: int
             products=_products(parts, "GPU products ", GPU_PRODUCT_FORMATS),
             attention_bytes_per_s=parts["GPU attention"],
             layer_s=parts["GPU small kernels"],
+            launch_s=parts["launches"],
         )
         to_gpu, from_gpu = parts["copies"]
         link = LinkRates(
@@ -195,6 +197,7 @@ _OTHERS: Final[Mapping[str, Callable[[Bench], Any]]] = {
     "GPU memory read": lambda bench: gpu_read_rate(_device(bench)).median,
     "GPU attention": lambda bench: gpu.measure_attention(_device(bench), "bf16"),
     "GPU small kernels": lambda bench: gpu.measure_layer(_device(bench)),
+    "launches": lambda bench: measure_launches(_device(bench)),
     "copies": lambda bench: gpu.measure_copies(_device(bench)),
     "DRAM beside copies": lambda bench: gpu.measure_beside(_device(bench), bench.threads, bench.buffer),
     "handover": lambda bench: gpu.measure_handover(_device(bench), bench.threads),

@@ -124,10 +124,13 @@ def calibrate(
     from ambidex.calibrate.run import calibrate as measure
     from ambidex.calibrate.run import part_names
     from ambidex.hw.profile_file import default_path, profile_json, read_profile
+    from ambidex.hw.topology import check_num_threads
 
     services: Services = ctx.obj
     machine = services.describe_machine()
     path = profile if profile is not None else default_path(os.environ)
+    if num_threads is not None:
+        check_num_threads(num_threads)
     threads = num_threads or max(1, machine.cores - (machine.gpu is not None))
     names = part_names(has_gpu=machine.gpu is not None)
     rows, num_kept = [], 0
@@ -151,7 +154,7 @@ def show(name: str, value: Any) -> str:
     """A part's value for people."""
     if isinstance(value, dict):
         return str(value["name"])
-    if name in ("CPU small calls", "GPU small kernels", "handover"):
+    if name in ("CPU small calls", "GPU small kernels", "launches", "handover"):
         return f"{MICRO * value:.1f} µs" + ("" if name == "handover" else " a layer")
     if name == "copies":
         return f"{_gb(value[0])} to the GPU, {_gb(value[1])} from it"

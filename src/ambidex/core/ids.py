@@ -30,7 +30,8 @@ class Fallback(StrEnum):
 
     Counted are: buffers in memory that could not be pinned; pools without huge pages; threads without a processor of
     their own; engines whose native ops have no AVX2; engines without native ops; ops without their kernel for this
-    device; captures of graphs that failed; chunks of prompts that had to be smaller.
+    device; captures of graphs that failed; chunks of prompts that had to be smaller; engines whose policy wants a link
+    to a GPU that there is not.
     """
 
     PAGEABLE_MEMORY = "pageable_memory"
@@ -41,6 +42,7 @@ class Fallback(StrEnum):
     PLAIN_KERNELS = "plain_kernels"
     NO_GRAPHS = "no_graphs"
     SMALLER_CHUNKS = "smaller_chunks"
+    NO_LINK = "no_link"
 
 
 class Lane(StrEnum):

@@ -15,10 +15,11 @@ from ambidex.cost.units import BLOCK_SIZE, kv_specs, make_units, most_streamed
 from ambidex.cost.weights import ModelWeights, Residence, count_weights
 from ambidex.cost.workload import KVShares, Workload
 from ambidex.engine.report import ReportRow
-from ambidex.hw.profile import HardwareProfile
+from ambidex.hw.profile import Curve, HardwareProfile
 from ambidex.sched.plan_world import keys_that_fit
 from ambidex.sched.tuner import Where
 from ambidex.solver.problem import Pins, PlacementProblem
+from ambidex.solver.published import RULES, batches_up_to, choose_batch, rule_name
 from ambidex.solver.solve import Solution, solve_placement
 
 AUTO: Final = "auto"
@@ -28,7 +29,7 @@ AUTO: Final = "auto"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
     """Bytes: of both tiers, of what else the accelerator holds beside weights and keys, of buffers for weights on their
-    way where those are plain numbers."""
+    way."""
 
     gpu: int
     dram: int
@@ -49,6 +50,13 @@ class AutoPlacement:
     workload: Workload
     problem: PlacementProblem
     solution: Solution
+    mlp_reads: Curve | None = None
+    """See `make_units`."""
+
+    @property
+    def is_by_rule(self) -> bool:
+        """The rule of a policy has chosen, batch and placement, and not this engine's solver."""
+        return self.solution.how in {rule_name(name) for name in RULES}
 
     @property
     def placement(self) -> Placement:
@@ -59,15 +67,16 @@ class AutoPlacement:
     def why(self) -> str:
         """In a few words."""
         step, workload = self.solution.step, self.workload
+        how = self.solution.how if self.is_by_rule else "solved"
         return (
-            f"solved for {workload.batch} x {workload.context} tokens: {1e3 * step.step_s:.2f} ms a step predicted, "
+            f"{how} for {workload.batch} x {workload.context} tokens: {1e3 * step.step_s:.2f} ms a step predicted, "
             f"which waits for {step.binds}"
         )
 
     def predict_step_s(self, batch: int, context: int) -> float | None:
         """Seconds of a decode step of other traffic; None if its keys do not fit beside the weights."""
         workload = replace(self.workload, batch=max(1, batch), context=max(1, context))
-        units = make_units(self.spec, self.weights, self.profile, workload, dtype=self.dtype)
+        units = make_units(self.spec, self.weights, self.profile, workload, dtype=self.dtype, mlp_reads=self.mlp_reads)
         problem = replace(self.problem, units=units)
         kv = keys_that_fit(problem, Where(placement=self.placement, kv=self.solution.kv))
         return None if kv is None else predict_step(units, self.placement, kv).step_s
@@ -77,7 +86,7 @@ class AutoPlacement:
         step, memory, kv = self.solution.step, self.solution.memory, self.solution.kv
         facts = [
             ("workload", f"{self.workload.batch} x {self.workload.context} tokens", "half of the longest context, as "
-             "many running requests as the budgets hold"),
+             f"many running requests as the {'rule has chosen' if self.is_by_rule else 'budgets hold'}"),
             ("step", f"{1e3 * step.step_s:.2f} ms, {step.tokens_per_s:.1f} tokens/s", f"waits for {step.binds}"),
             ("lanes", f"GPU {1e3 * step.gpu_s:.2f} ms, CPU {1e3 * step.cpu_s:.2f} ms, link {1e3 * step.link_s:.2f} ms",
              "side by side"),
@@ -99,12 +108,15 @@ def solve_weights(
     budgets: Budgets,
     residence: Residence,
     kind: str | None = None,
+    mlp_reads: Curve | None = None,
 ) -> AutoPlacement:
-    """Solve for half of the longest context and for as many running requests as both budgets hold.
+    """Solve for half of the longest context and for as many running requests as both budgets hold; where a policy has a
+    rule of its own (`solver/published.py`), for as many as that says.
 
     Args:
         dtype: of activations and of matrices that are not quantised.
         residence: which quantised matrices the engine keeps; kind: the type of all of them, of dummy weights.
+        mlp_reads: as in `make_units`.
     Raises:
         ConfigError: not even one request fits; says which capacity binds.
     """
@@ -112,17 +124,19 @@ def solve_weights(
     context = max(1, (config.max_context_len or spec.max_context_len) // 2)
     kv_dtype = DType(config.kv_dtype.value) if config.kv_dtype.value != AUTO else None
     gpu_kv, host_kv = kv_specs(spec, dtype=dtype, kv_dtype=kv_dtype)
-    batch = config.max_running_requests
-    while True:
-        workload = Workload(
+
+    def workload_of(batch: int) -> Workload:
+        return Workload(
             batch=batch, context=context, prompt=context, chunk=config.max_tokens_per_step, kv_dtype=kv_dtype
         )
-        problem = PlacementProblem(
-            units=make_units(spec, weights, profile, workload, dtype=dtype),
+
+    def problem_of(batch: int) -> PlacementProblem:
+        return PlacementProblem(
+            units=make_units(spec, weights, profile, workload_of(batch), dtype=dtype, mlp_reads=mlp_reads),
             gpu_bytes=budgets.gpu,
             gpu_fixed_bytes=weights.other_bytes + budgets.gpu_fixed,
             least_kv_bytes=(config.kv_gpu_tokens or 0) * gpu_kv.bytes_per_token,
-            ring_bytes=int(budgets.ring * weights.number_bytes / dtype.num_bytes),
+            ring_bytes=budgets.ring,
             dram_bytes=budgets.dram if profile.gpu is not None else None,
             most_kv_streamed=most_streamed(
                 spec,
@@ -134,17 +148,27 @@ def solve_weights(
             is_head_whole=spec.tie_embeddings,
             pins=_pinned_keys(config, batch * context),
         )
+
+    if config.policy in RULES and profile.link is not None:
+        batches = batches_up_to(config.max_running_requests)
+        batch, solution = choose_batch(config.policy, ((batch, problem_of(batch)) for batch in batches))
+    else:
+        batch, solution = _solve(problem_of, config.max_running_requests)
+    return AutoPlacement(
+        spec=spec, weights=weights, dtype=dtype, profile=profile, workload=workload_of(batch),
+        problem=problem_of(batch), solution=solution, mlp_reads=mlp_reads,
+    )  # fmt: skip
+
+
+def _solve(problem_of: Callable[[int], PlacementProblem], batch: int) -> tuple[int, Solution]:
+    """The fastest placement, for half as many requests as long as they do not fit."""
+    while True:
         try:
-            solution = solve_placement(problem)
+            return batch, solve_placement(problem_of(batch))
         except ConfigError:
             if batch == 1:
                 raise
             batch //= 2
-            continue
-        return AutoPlacement(
-            spec=spec, weights=weights, dtype=dtype, profile=profile, workload=workload, problem=problem,
-            solution=solution,
-        )  # fmt: skip
 
 
 Predict = Callable[[int, int], float | None]

@@ -193,6 +193,11 @@ def choose_stream_share(config: EngineConfig, choices: Choices, pools: Mapping[T
         reason = "the part of the GPU's budget that is for streamed keys holds no block of a layer"
     dram = pools[Tier.DRAM]
     if reason is not None or not isinstance(dram, TiledKVPool):
+        if config.policy is PolicyName.FLEXGEN and choices.device.type == "cuda":
+            raise ConfigError(
+                f"`policy` flexgen reads all keys in DRAM over the link, which cannot be had: {reason}: change that, "
+                f"or use `policy` exact"
+            )
         if config.stream_percent:
             raise ConfigError(f"`stream_percent` {config.stream_percent} cannot be had, use 0: {reason}")
         return 0.0, str(reason)

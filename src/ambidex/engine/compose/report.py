@@ -8,7 +8,7 @@ from ambidex.core.ids import Tier
 from ambidex.engine.compose.choices import Choices
 from ambidex.engine.compose.sparsity import cache_rows, sparsity_rows
 from ambidex.engine.compose.weights import Divided
-from ambidex.engine.fallbacks import Fallbacks, note_kernels, note_memory, note_native, note_threads
+from ambidex.engine.fallbacks import Fallbacks, note_kernels, note_memory, note_native, note_no_link, note_threads
 from ambidex.engine.policy_report import policy_rows
 from ambidex.engine.report import EngineReport, ReportRow
 from ambidex.engine.start_report import PoolFacts, make_report
@@ -17,14 +17,14 @@ from ambidex.engine.weights_plan import (
 )
 from ambidex.kernels.cpu import native
 from ambidex.kernels.dispatch import find_fallbacks
-from ambidex.models.divided import (
-    DividedWeights,
-)
+from ambidex.models.divided import DividedWeights
 from ambidex.models.quantized import describe_kept
 from ambidex.storage.kv_pool import KVPool
 
 
-def collect_fallbacks(choices: Choices, pools: Mapping[Tier, KVPool], divided: DividedWeights | None) -> Fallbacks:
+def collect_fallbacks(
+    config: EngineConfig, choices: Choices, pools: Mapping[Tier, KVPool], divided: DividedWeights | None
+) -> Fallbacks:
     """What this engine does without."""
     found = Fallbacks()
     try:
@@ -42,6 +42,8 @@ def collect_fallbacks(choices: Choices, pools: Mapping[Tier, KVPool], divided: D
     if divided is not None and divided.page_refusal is not None:
         page_refusals[Tier.DRAM] = divided.page_refusal
     note_memory(found, pin_refusals, page_refusals)
+    if choices.device.type != "cuda":
+        note_no_link(found, config.policy)
     return found
 
 

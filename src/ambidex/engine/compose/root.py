@@ -28,7 +28,9 @@ from ambidex.engine.compose.weights import Progress, load_model
 from ambidex.engine.core import EngineCore
 from ambidex.engine.engine import Engine
 from ambidex.engine.executor import Executor
+from ambidex.engine.lane_preset import follow_preset
 from ambidex.engine.report import EngineFigures
+from ambidex.engine.sessions import check_session_folder
 from ambidex.engine.text_side import TextFacts, TextSide, make_chat_template, model_path
 from ambidex.engine.trace_file import open_tracer
 from ambidex.engine.traced import TracedCore
@@ -37,11 +39,10 @@ from ambidex.kv.manager import KVManager
 from ambidex.kv.prefix_cache import PrefixCacheLimits
 from ambidex.mlp.split_site import Level
 from ambidex.models.base import CausalLM
-from ambidex.models.divided import (
-    RingSizes,
-)
+from ambidex.models.site_plans import RingSizes
 from ambidex.models.weight_moves import CopyChunk, copy_chunk
 from ambidex.runner.decode import DecodeForm
+from ambidex.runner.device import choose_device
 from ambidex.runner.graphs import Capture, CudaCapture
 from ambidex.runner.runner import Forward, ModelRunner, call_model
 from ambidex.runner.sampler import Sampler
@@ -100,6 +101,8 @@ def build_engine(
         ConfigError, ModelError: the settings or the model cannot be used.
         MachineError: the machine has not what they need.
     """
+    check_session_folder(config)
+    config = follow_preset(config, has_link=choose_device(config.device).type == "cuda")
     tracer = open_tracer(config.trace)
     tell = open_control_trace(config.control_trace)
     choices = make_choices(
@@ -116,7 +119,7 @@ def build_engine(
     clock = LaneClock() if config.tune_weights else None
     model, divided = load_model(config, choices, progress, host_memory, cpu_levels, clock, shape_dummy)
     pools = make_pools(choices, host_memory)
-    fallbacks = collect_fallbacks(choices, pools, None if divided is None else divided.weights)
+    fallbacks = collect_fallbacks(config, choices, pools, None if divided is None else divided.weights)
     identity = find_identity(config, choices)
     kv_manager = KVManager(
         choices.memory.num_blocks,
@@ -135,7 +138,7 @@ def build_engine(
     scheduler = Scheduler(
         kv_manager,
         max_tokens_per_step=config.max_tokens_per_step,
-        max_running_requests=config.max_running_requests,
+        max_running_requests=choices.most_running(config),
         max_context_len=choices.memory.max_context_len,
         seed=config.seed,
         feedback=make_feedback(choices, tell),
