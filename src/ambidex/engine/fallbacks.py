@@ -75,3 +75,11 @@ def note_memory(found: Fallbacks, pin_refusals: Sequence[str], page_refusals: Ma
         f"KV on {' and '.join(page_refusals)} has no huge pages, random reads are slower: "
         f"{next(iter(page_refusals.values()), '')}",
     )  # fmt: skip
+
+
+def note_cxl(found: Fallbacks, refusals: Sequence[str]) -> None:
+    """A CXL tier that was asked for and could not be had, or not all of it, with the reasons."""
+    found.note(
+        Fallback.NO_CXL, len(refusals),
+        f"K and V for which the CXL tier has no room lie in DRAM, as far as its budget goes: {'; '.join(refusals)}",
+    )  # fmt: skip

@@ -6,19 +6,24 @@ from typing import Final
 
 from torch import Tensor
 
+from ambidex.hw.topology import Topology, read_topology
 from ambidex.storage.huge_pages import advise_huge_pages
+from ambidex.storage.numa_calls import NUMA_CALLS, NumaCalls
 from ambidex.storage.pinned import register_pinned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """Two requests, each answered by None or by the reason of the refusal; a test hands in one that refuses.
+    """Requests, each answered by None or by the reason of the refusal; a test hands in one that refuses.
 
-    `pin` lets the copy engine reach a tensor for as long as an owner lives, `advise` asks for huge pages.
+    `pin` lets the copy engine reach a tensor for as long as an owner lives, `advise` asks for huge pages, `numa` has
+    pages lie on a node. `topology` says which nodes there are.
     """
 
     pin: Callable[[Tensor, object], str | None] = register_pinned
     advise: Callable[[Tensor], str | None] = advise_huge_pages
+    numa: NumaCalls = NUMA_CALLS
+    topology: Callable[[], Topology] = read_topology
 
 
 HOST_MEMORY: Final = HostMemory()

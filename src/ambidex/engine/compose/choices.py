@@ -1,7 +1,7 @@
 """What a model, its settings and this machine make of each other, before anything large is allocated."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -24,6 +24,7 @@ from ambidex.core.units import format_size
 from ambidex.cost.weights import DIVIDED_ON_CPU, DIVIDED_ON_GPU, PLAIN, WHOLE_ON_CPU, Residence
 from ambidex.engine.auto_placement import AUTO, AutoPlacement, Budgets, solve_weights
 from ambidex.engine.bounded_form import BoundedForm, choose_bounded_form
+from ambidex.engine.compose.cxl import CxlTier, choose_cxl
 from ambidex.engine.compose.sparsity import SparsityChoice, choose_sparsity
 from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
 from ambidex.engine.memory import (
@@ -71,6 +72,7 @@ from ambidex.models.quantized import count_weights_bytes, find_kept
 from ambidex.models.registry import build_model
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.device import TORCH_DTYPES, activation_dtype, choose_device, choose_dtype, keeps_quantized
+from ambidex.storage.host_memory import HostMemory
 
 CPU_SPIN_US: Final = 300
 """How long native threads look for work before they sleep when the accelerator is the CPU: longer than what Python and
@@ -104,7 +106,10 @@ class Choices:
     stream: StreamBuffers | None
     weights: "WeightChoices"
     sparsity: SparsityChoice | None
+    cxl: CxlTier
     memory: MemoryPlan
+    plan: Callable[[CxlTier], MemoryPlan]
+    """Divides the budgets anew, for another CXL tier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,12 +143,14 @@ def make_choices(
     weight_ring: RingSizes | None,
     profile: HardwareProfile | None,
     dummy_kind: str | None,
+    host_memory: HostMemory,
 ) -> Choices:
     source = find_model(config.model)
     spec = read_spec(source)
     policy = make_policy(resolve_policy(config), spec)  # refuses a model that it cannot serve before anything is loaded
     device = choose_device(config.device)
     is_cuda = device.type == "cuda"
+    cxl = choose_cxl(config, host_memory)
     num_threads = config.num_threads or default_num_threads(device)
     lane_spin_us = LANE_SPIN_US if config.mlp_sparsity == OFF else SPARSE_SPIN_US
     threads = make_threads(num_threads, spin_us=lane_spin_us if is_cuda else CPU_SPIN_US)
@@ -165,6 +172,8 @@ def make_choices(
     )
     sparsity = choose_sparsity(config, spec, source, skeleton)
     form, form_why = (decode_form, "asked for") if decode_form else _choose_decode_form(config, spec, device, threads)
+    if cxl.slow is not None and decode_form is None:
+        form, form_why = DecodeForm.ORDINARY, "reads of the emulated CXL tier are paced layer by layer"
     if sparsity is not None and form is DecodeForm.PROGRAM:
         form, form_why = DecodeForm.ORDINARY, "which neurons are skipped is known only in the step"
     has_row_ops = is_cuda or form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
@@ -173,7 +182,7 @@ def make_choices(
     if config.policy is not PolicyName.EXACT and not bounded.is_native:
         form, form_why = decode_form or DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
     activations = activation_dtype(dtype, device)
-    free = _free_memory(device)
+    free = _free_memory(device, cxl)
     can_step_stream = config.stream_percent != 0 and not bounded.is_native and why_no_stream(spec, kv.specs) is None
     stream = None
     if (
@@ -201,6 +210,20 @@ def make_choices(
     )  # fmt: skip
     if weights.placement is not None:
         check_placement(config, looks_ahead=Need.LOOK_AHEAD in policy.needs, placement=weights.placement)
+
+    def plan(tier: CxlTier) -> MemoryPlan:
+        return plan_memory(
+            config,
+            spec,
+            kv.specs,
+            free=free,
+            weights=weights.bytes,
+            fixed=fixed,
+            scan_bytes=bounded.scan_bytes(kv.specs),
+            mapping=tier.mapping,
+            cxl_bytes=tier.num_bytes,
+        )
+
     return Choices(
         source=source,
         spec=spec,
@@ -217,15 +240,9 @@ def make_choices(
         stream=stream,
         weights=weights,
         sparsity=sparsity,
-        memory=plan_memory(
-            config,
-            spec,
-            kv.specs,
-            free=free,
-            weights=weights.bytes,
-            fixed=fixed,
-            scan_bytes=bounded.scan_bytes(kv.specs),
-        ),
+        cxl=cxl,
+        memory=plan(cxl),
+        plan=plan,
     )
 
 
@@ -408,8 +425,24 @@ def make_threads(num_threads: int, *, spin_us: int) -> ThreadPool | None:
         return None
 
 
-def _free_memory(device: torch.device) -> FreeMemory:
-    dram = read_memory().usable_bytes
+def _free_memory(device: torch.device, cxl: CxlTier) -> FreeMemory:
+    """What is free beside what the CXL tier takes of it, or has for itself.
+
+    Raises:
+        ConfigError: it is emulated in DRAM, and there is not so much.
+    """
+    memory = read_memory()
+    dram = memory.usable_bytes
+    if cxl.nodes is not None:
+        limit = memory.limit.free_bytes - cxl.num_bytes if memory.limit is not None else dram
+        dram = max(0, min(memory.available_bytes - cxl.node_free_bytes, limit))
+    elif cxl.num_bytes > dram:
+        raise ConfigError(
+            f"`cxl_memory` is {format_size(cxl.num_bytes)}, emulated in DRAM: {format_size(dram)} are free on this "
+            f"machine"
+        )
+    else:
+        dram -= cxl.num_bytes
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return FreeMemory(accelerator=free, dram=dram, is_shared=False)
