@@ -3,13 +3,17 @@
     .venv/bin/python bench/decode_weights.py --placement ours                # OPT-30B's shape, 24 GiB of GPU memory
     .venv/bin/python bench/decode_weights.py --placement layer_split --batches 1
     .venv/bin/python bench/decode_weights.py --shape llama-2-70b --kind Q4_0 --gpu-memory 16GiB --batches 1,8,16
+    .venv/bin/python bench/decode_weights.py --shape llama-2-70b --kind Q4_0 --gpu-memory 16GiB --batches 1,8 \
+        --context 16384 --random-prompts
     .venv/bin/python bench/decode_weights.py --shape llama-2-70b --layers 40 # bf16, as many layers as DRAM holds
     .venv/bin/python bench/decode_weights.py --shape tiny --device cpu --dtype fp32 --gpu-memory 20MiB --steps 4
     OMP_WAIT_POLICY=passive .venv/bin/python bench/decode_weights.py --batches 1,64 --steps 24 \
         --sparsity off,relu,relu-screened,relu-screened+static,relu-screened+dynamic      # OPT with a pattern
 
-Random weights, each byte in memory of its own. One engine for each batch, since keys and values share the GPU budget
-with the weights; older ones lie in DRAM where they would take more than 35 % of it. Placements, all in this engine:
+Random weights, each byte in memory of its own. A prompt of a chunk is computed before the clock starts for those that
+count. With --random-prompts none are, and their keys and values are random numbers. One engine for each batch, since
+keys and values share the GPU budget with the weights; older ones lie in DRAM where they would take more than 35 % of
+it. Placements, all in this engine:
 
     ours         what the engine does by itself: the rest is divided between CPU and link, by rates measured at start
     auto         what the solver finds with this machine's profile (run `ambidex calibrate` first)
@@ -42,7 +46,7 @@ import torch
 
 import decode_gpu
 from activation_pattern import PATTERN_CONFIG, Pattern
-from ambidex import EngineConfig
+from ambidex import EngineConfig, SamplingParams
 from ambidex.bench.links import measure_rates
 from ambidex.core.config import DeviceKind, DTypeChoice, LoadFormat
 from ambidex.core.errors import AmbidexError, ConfigError
@@ -61,11 +65,13 @@ from ambidex.kernels.reference.quantized import RECORD_BYTES
 from ambidex.layers.linear import Linear
 from ambidex.mlp.sparse_side import SparseSide
 from ambidex.mlp.split_site import Level
-from ambidex.models.divided import measure_weights
 from ambidex.models.registry import build_model
+from ambidex.models.site_plans import measure_weights
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.device import choose_device
+from ambidex.runner.runner import call_model
 from ambidex.solver.placement_file import placement_json
+from decode_hybrid import RandomPrompts
 from harness import REPO, Quantiles, append_record, environment, significant
 
 
@@ -125,7 +131,8 @@ def main() -> int:
                      "placement": args.placement, "gpu_memory": args.gpu_memory, "steps": args.steps,
                      "sparsity": [str(variant) for variant in args.sparsity],
                      "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
-                     "block_size": BLOCK_SIZE, "chunk": args.chunk, "kv_gpu_percent": args.kv_gpu_percent,
+                     "block_size": BLOCK_SIZE, "chunk": args.chunk, "random_prompts": args.random_prompts,
+                     "kv_gpu_percent": args.kv_gpu_percent,
                      "threads": num_threads, "warmup": f"{decode_gpu.NUM_WARMUP_STEPS} steps of each batch"},
         "rates": {"unit": "bytes/s", "dram": rates.dram, "gpu": rates.gpu, "link": rates.link},
         "points": points,
@@ -169,6 +176,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--steps", type=int, default=12, help="measured steps of each batch")
     parser.add_argument("--chunk", type=int, default=1024, help="tokens of a prefill step")
+    parser.add_argument(
+        "--random-prompts", action="store_true", help="K and V of prompts are not computed; needs a GPU"
+    )
     parser.add_argument("--kv-gpu-percent", type=int, default=100, help="of keys and values, on the GPU")
     parser.add_argument("--device", type=DeviceKind, choices=list(DeviceKind), default=DeviceKind.CUDA, help="where")
     parser.add_argument("--dtype", type=DTypeChoice, choices=[c for c in DTypeChoice if c is not DTypeChoice.AUTO],
@@ -195,11 +205,15 @@ def parse_args() -> argparse.Namespace:
 def make_model(folder: Path, args: argparse.Namespace) -> None:
     """A folder with a config.json of the shape, with as many layers as asked for."""
     decode_gpu.make_model_folder(folder, args.shape)
-    changes: dict[str, Any] = {} if args.layers is None else {"num_hidden_layers": args.layers}
-    if args.sparsity != [DENSE]:
-        changes |= PATTERN_CONFIG
     path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    config = json.loads(path.read_text())
+    if args.layers is not None:
+        config["num_hidden_layers"] = args.layers
+    if args.sparsity != [DENSE]:
+        config |= PATTERN_CONFIG
+    if "OPTForCausalLM" not in config.get("architectures", ()):  # rotary positions have no table that would grow
+        config["max_position_embeddings"] = max(config["max_position_embeddings"], 2 * args.context)
+    path.write_text(json.dumps(config))
 
 
 def measure_batch(
@@ -211,9 +225,11 @@ def measure_batch(
     form = DecodeForm.FIXED if args.device is DeviceKind.CPU else None
     # Others leave to the CPU what is the CPU's, however many tokens a step has; prompts' chunks go over the link here.
     levels = [Level(most_tokens=max(128, batch), cpu_share=1.0)] if args.placement in ("layer_split", "cpu") else None
+    spec = read_spec(find_model(str(folder)))
     engine = build_engine(
         config, decode_form=form, dummy_kind=args.kind, cpu_levels=levels,
         shape_dummy=None if pattern is None else pattern.shape_biases,
+        forward=RandomPrompts(spec.hidden_size) if args.random_prompts else call_model,
     )  # fmt: skip
     load_s = time.perf_counter() - start
     options = decode_gpu.Options(
@@ -221,6 +237,8 @@ def measure_batch(
         chunk=args.chunk, device=args.device, dtype=args.dtype, graphs=config.graphs, profile=False, output=args.output,
     )  # fmt: skip
     point = options.points[0]
+    if not args.random_prompts:
+        warm_up(engine, args)
     requests, fill_s = decode_gpu.fill(engine, point, options, temperature=0.0 if pattern is None else 1.0)
     for _ in range(decode_gpu.NUM_WARMUP_STEPS):
         decode_gpu.step(engine, point)
@@ -262,7 +280,7 @@ def measure_batch(
         "times_floor": significant(took.median / floor_s, 3),
         "lane_s": {lane: significant(value) for lane, value in lane_s.items()},
         "lane_bytes": lanes,
-        "prefill_tokens_per_s": significant(batch * args.context / fill_s, 3),
+        "prefill_tokens_per_s": None if args.random_prompts else significant(batch * args.context / fill_s, 3),
         "load_s": significant(load_s, 3),
         "num_replayed_steps": engine.stats.num_replayed_steps - replayed,
         "num_graph_failures": engine.stats.num_graph_failures,
@@ -271,6 +289,14 @@ def measure_batch(
         "facts": facts,
         "fallbacks": {str(kind): num for kind, num in engine.stats.fallbacks.items()},
     }  # fmt: skip
+
+
+def warm_up(engine: Engine, args: argparse.Namespace) -> None:
+    """Compute a prompt of a chunk, so that kernels are compiled and memory is taken."""
+    params = SamplingParams(max_output_tokens=1, temperature=0.0, ignore_eos=True)
+    engine.core.scheduler.add(engine.make_request([3] * min(args.context, args.chunk), params))
+    while engine.has_work:
+        engine.core.step()
 
 
 def make_config(folder: Path, batch: int, args: argparse.Namespace, variant: Variant) -> EngineConfig:
@@ -316,6 +342,7 @@ def make_config(folder: Path, batch: int, args: argparse.Namespace, variant: Var
         max_running_requests=batch,
         gpu_memory=args.gpu_memory,
         kv_gpu_tokens=near,
+        prefix_cache_percent=0,
         placement=None if path is None else str(path),
         **settings,
     )

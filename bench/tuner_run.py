@@ -30,7 +30,7 @@ from ambidex.core.units import parse_size
 from ambidex.cost.units import BLOCK_SIZE
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
-from ambidex.models.divided import RingSizes
+from ambidex.models.site_plans import RingSizes
 from ambidex.runner.decode import DecodeForm
 from harness import REPO, append_record, environment, significant
 from planned import CHUNK, Configuration, PromptsOnDemand, Settings, fill, make_model, make_settings, step

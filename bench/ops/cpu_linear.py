@@ -1,6 +1,8 @@
 """At what share of the memory's read rate do native matrix products of small steps run?
 
     python bench/ops/cpu_linear.py [--gib 0.5] [--threads 1,2] [--out bench/results/cpu_linear.jsonl]
+    python bench/ops/cpu_linear.py --gib 4 --threads 15 --numbers bf16,Q4_0 --shapes 7168x28672,28672x7168 \
+        --tokens 1,4,8,16,32,64,128 --isas amx,avx512bf16 --no-prefill      # one form against another
 
 Weights of `--gib` GiB, far more than the caches hold, are cut into as many matrices as fit and multiplied in turn, as a
 model's layers are; the figure is bytes of weights over seconds. Beside it stands what the same threads read plainly
@@ -13,6 +15,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Final
 
@@ -48,6 +51,8 @@ class Case:
     num_out: int
     tokens: int
     threads: int
+    isa: str = native.isa()
+    rounds_x: bool = False
 
     @property
     def call_bytes(self) -> int:
@@ -73,8 +78,9 @@ def main() -> int:
         for count in counts:
             threads = native.ThreadPool(count)
             calls[str(count)] = measure_call(threads)
-            points += [measure(case, threads, memory) for case in all_cases(count)]
-            prefill += [measure_prefill(case, threads) for case in prefill_cases(count)]
+            points += [measure(case, threads, memory) for case in all_cases(options, count)]
+            if options.prefill:
+                prefill += [measure_prefill(case, threads) for case in prefill_cases(options, count)]
     record = environment() | {
         "bench": "cpu_linear",
         "isa": native.isa(),
@@ -92,25 +98,46 @@ def parse_options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=0.5, help="weights that are read through, GiB")
-    parser.add_argument("--threads", type=lambda s: [int(n) for n in s.split(",")], default=[1, 2, 8, 16])
+    parser.add_argument("--threads", type=numbers, default=[1, 2, 8, 16])
+    parser.add_argument("--numbers", type=lambda s: s.split(","), default=FORMATS, help=f"of {', '.join(FORMATS)}")
+    parser.add_argument("--shapes", type=shapes, default=SHAPES, help="columns x rows, such as 576x3072,1536x576")
+    parser.add_argument("--tokens", type=numbers, default=[1, 4, 16], help="of a decode step")
+    parser.add_argument(
+        "--isas", type=lambda s: s.split(","), default=[native.isa()], help="forms, one after the other"
+    )
+    parser.add_argument("--round-x", action="store_true", help="x holds bf16 numbers, as where a GPU sends it")
+    parser.add_argument("--no-prefill", dest="prefill", action="store_false", help="decode steps only")
     parser.add_argument("--out", type=Path, default=REPO / "bench" / "results" / "cpu_linear.jsonl")
     return parser.parse_args()
 
 
-def all_cases(threads: int) -> Iterator[Case]:
-    """Every shape and format, decode steps of 1 to 16 tokens."""
-    for number in FORMATS:
-        for num_in, num_out in SHAPES:
-            for tokens in (1, 4, 16):
-                case = Case(number=number, num_in=num_in, num_out=num_out, tokens=tokens, threads=threads)
-                if case.is_whole:
-                    yield case
+def numbers(text: str) -> list[int]:
+    """Whole numbers between commas."""
+    return [int(word) for word in text.split(",")]
 
 
-def prefill_cases(threads: int) -> Iterator[Case]:
+def shapes(text: str) -> list[tuple[int, ...]]:
+    """Columns and rows, such as 576x3072."""
+    return [tuple(int(n) for n in word.split("x")) for word in text.split(",")]
+
+
+def all_cases(options: argparse.Namespace, threads: int) -> Iterator[Case]:
+    """Every shape, format and form, decode steps."""
+    for number, (num_in, num_out), tokens, isa in product(
+        options.numbers, options.shapes, options.tokens, options.isas
+    ):
+        case = Case(
+            number=number, num_in=num_in, num_out=num_out, tokens=tokens, threads=threads, isa=isa,
+            rounds_x=options.round_x,
+        )  # fmt: skip
+        if case.is_whole:
+            yield case
+
+
+def prefill_cases(options: argparse.Namespace, threads: int) -> Iterator[Case]:
     """Chunks of a prompt."""
-    for num_in, num_out in SHAPES:
-        for number in FORMATS:
+    for num_in, num_out in options.shapes:
+        for number in options.numbers:
             for tokens in PREFILL_TOKENS:
                 case = Case(number=number, num_in=num_in, num_out=num_out, tokens=tokens, threads=threads)
                 if case.is_whole:
@@ -135,18 +162,20 @@ def measure(case: Case, threads: native.ThreadPool, memory: Tensor) -> dict[str,
     ceiling = read_rate(threads, part, num_runs=2)
     weights = cut(part, case)
     pool, x = LinearPool(threads), torch.randn(case.tokens, case.num_in)
+    if case.rounds_x:
+        x = x.bfloat16().float()
 
     def run() -> None:
         for matrices in weights:
-            pool.multiply(matrices, x)
+            pool.multiply(matrices, x, isa=case.isa)
 
     seconds = measure_seconds(run, num_warmups=1, num_runs=NUM_RUNS)
     ceiling = max(ceiling, read_rate(threads, part, num_runs=2))
     num_bytes = len(weights) * case.call_bytes
     best = num_bytes / min(seconds)
     print(
-        f"{case.number} {case.num_out:5} x {case.num_in:4}, {case.tokens:2} tokens, {case.threads:2} threads: "
-        f"{best / 1e9:6.1f} GB/s of weights, {best / ceiling:.0%} of plain reads ({ceiling / 1e9:.1f}); "
+        f"{case.number} {case.num_out:5} x {case.num_in:4}, {case.tokens:2} tokens, {case.threads:2} threads, "
+        f"{case.isa}: {best / 1e9:6.1f} GB/s of weights, {best / ceiling:.0%} of plain reads ({ceiling / 1e9:.1f}); "
         f"{min(seconds) / len(weights) * 1e6:6.0f} µs a call",
         flush=True,
     )

@@ -17,6 +17,7 @@ namespace {
 constexpr std::size_t kChunksPerThread = 16;
 constexpr std::size_t kMostChunkBytes = 128 * 1024;
 constexpr std::size_t kRowsPerLine = 16;
+constexpr std::size_t kTileChunksPerThread = 8;
 static_assert(kRowsPerLine % kGroupRows == 0, "a chunk begins with a group");
 
 // Below this the caller alone is done before another thread has begun: a round of the pool costs about 1 us, in which
@@ -36,6 +37,10 @@ std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
   std::size_t packed_width(Number number, std::size_t num_in);                                                 \
   void pack_tokens(Number number, const float* x, std::size_t num_tokens, std::size_t num_in, float* packed);  \
   void multiply_range(const LinearRange& range);                                                               \
+  std::size_t least_tile_tokens(Number number);                                                                \
+  void pack_tile_piece(const float* x, std::size_t num_tokens, std::size_t num_in, std::size_t piece, char* packed, \
+                       std::uint8_t* num_terms);                                                               \
+  void multiply_tile_range(const LinearRange& range);                                                          \
   }
 AMBIDEX_DECLARE_LINEAR(generic)
 AMBIDEX_DECLARE_LINEAR(avx2)
@@ -48,7 +53,18 @@ std::size_t packed_width(Isa isa, Number number, std::size_t num_in) { AMBIDEX_C
 void pack_tokens(Isa isa, Number number, const float* x, std::size_t num_tokens, std::size_t num_in, float* packed) {
   AMBIDEX_CALL(isa, pack_tokens, number, x, num_tokens, num_in, packed);
 }
-void multiply_range(Isa isa, const LinearRange& range) { AMBIDEX_CALL(isa, multiply_range, range); }
+void multiply_range(Isa isa, const LinearRange& range) {
+  if (range.tiles.data != nullptr) {
+    AMBIDEX_CALL(isa, multiply_tile_range, range);
+  } else {
+    AMBIDEX_CALL(isa, multiply_range, range);
+  }
+}
+std::size_t least_tile_tokens(Isa isa, Number number) { AMBIDEX_CALL(isa, least_tile_tokens, number); }
+void pack_tile_piece(Isa isa, const float* x, std::size_t num_tokens, std::size_t num_in, std::size_t piece, char* packed,
+                     std::uint8_t* num_terms) {
+  AMBIDEX_CALL(isa, pack_tile_piece, x, num_tokens, num_in, piece, packed, num_terms);
+}
 
 void LinearPool::multiply(Isa isa, const Matrices& matrices, const float* x, std::size_t num_tokens,
                           const Product* products) {
@@ -56,11 +72,15 @@ void LinearPool::multiply(Isa isa, const Matrices& matrices, const float* x, std
   AMBIDEX_CHECK(matrices.num_in % block_of(matrices.number).numbers == 0, "weights: ", matrices.num_in,
                 " columns are no whole blocks of ", block_of(matrices.number).numbers);
   std::lock_guard<std::mutex> lock(threads_.mutex());
-  const std::size_t packed_size = num_tokens * packed_width(isa, matrices.number, matrices.num_in);
+  in_tiles_ = num_tokens > 0 && num_tokens >= least_tile_tokens(isa, matrices.number);
+  const std::size_t num_pieces = in_tiles_ ? tile_blocks(num_tokens) * tile_pieces(matrices.num_in) : 0;
+  const std::size_t packed_size = in_tiles_ ? num_pieces * kMostTerms * kPieceBytes / sizeof(float)
+                                            : num_tokens * packed_width(isa, matrices.number, matrices.num_in);
   if (packed_capacity_ < packed_size) {
-    packed_ = std::make_unique<float[]>(packed_size);
+    packed_.reset(new (std::align_val_t{kTileBytes}) float[packed_size]);
     packed_capacity_ = packed_size;
   }
+  if (terms_.size() < num_pieces) terms_.resize(num_pieces);
   isa_ = isa;
   matrices_ = &matrices;
   products_ = products;
@@ -71,7 +91,14 @@ void LinearPool::multiply(Isa isa, const Matrices& matrices, const float* x, std
   std::size_t num_rows = 0;
   for (const Matrix& part : matrices.parts) num_rows += part.num_out;
   const std::size_t even_share = num_rows * bytes_per_row / (threads_.num_threads() * kChunksPerThread);
-  rows_per_chunk_ = ceil_div(std::min(kMostChunkBytes, even_share) / bytes_per_row + 1, kRowsPerLine) * kRowsPerLine;
+  if (in_tiles_) {
+    // x is read again for each chunk: as many rows as tokens make both reads alike.
+    const std::size_t most = std::min(kMostTileRows, tile_blocks(num_tokens) * kTileRows);
+    const std::size_t even_rows = num_rows / (threads_.num_threads() * kTileChunksPerThread) / kTileRows * kTileRows;
+    rows_per_chunk_ = std::min(most, std::max(kTileRows, even_rows));
+  } else {
+    rows_per_chunk_ = ceil_div(std::min(kMostChunkBytes, even_share) / bytes_per_row + 1, kRowsPerLine) * kRowsPerLine;
+  }
   num_chunks_ = 0;
   for (const Matrix& part : matrices.parts) num_chunks_ += ceil_div(part.num_out, rows_per_chunk_);
   next_chunk_.store(0, std::memory_order_relaxed);
@@ -93,10 +120,22 @@ void LinearPool::pack() {
 }
 
 void LinearPool::pack_some() {
+  if (in_tiles_) return pack_tiles();
   const std::size_t width = packed_width(isa_, matrices_->number, matrices_->num_in);
   for (std::size_t token; (token = next_chunk_.fetch_add(kTokensAtOnce, std::memory_order_relaxed)) < num_tokens_;) {
     pack_tokens(isa_, matrices_->number, x_ + token * matrices_->num_in, std::min(kTokensAtOnce, num_tokens_ - token),
                 matrices_->num_in, packed_.get() + token * width);
+  }
+}
+
+void LinearPool::pack_tiles() {
+  const std::size_t num_pieces = tile_pieces(matrices_->num_in);
+  const std::size_t count = tile_blocks(num_tokens_) * num_pieces;
+  for (std::size_t idx; (idx = next_chunk_.fetch_add(1, std::memory_order_relaxed)) < count;) {
+    const std::size_t token = idx / num_pieces * kTileTokens;
+    pack_tile_piece(isa_, x_ + token * matrices_->num_in, std::min(kTileTokens, num_tokens_ - token), matrices_->num_in,
+                    idx % num_pieces, reinterpret_cast<char*>(packed_.get()) + idx * kMostTerms * kPieceBytes,
+                    &terms_[idx]);
   }
 }
 
@@ -116,7 +155,10 @@ void LinearPool::work() {
     multiply_range(isa_, {matrices_->number,
                           static_cast<const char*>(matrix.weight) + first_row * bytes_per_row,
                           matrix.bias == nullptr ? nullptr : matrix.bias + first_row, num_rows, matrices_->num_in,
-                          packed_.get(), num_tokens_, product.y + first_row,
+                          packed_.get(),
+                          in_tiles_ ? TokenTiles{reinterpret_cast<const char*>(packed_.get()), terms_.data()}
+                                    : TokenTiles{nullptr, nullptr},
+                          num_tokens_, product.y + first_row,
                           product.residual == nullptr ? nullptr : product.residual + first_row, matrix.num_out});
   }
 }

@@ -3,7 +3,9 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "core/number.h"
@@ -32,13 +34,30 @@ struct Product {
   const float* residual;
 };
 
+// x for products in AMX tiles (linear_tiles-inl.h): tokens in blocks of 16, numbers in pieces of 512, missing ones zero. A
+// piece of a block takes kMostTerms * kPieceBytes: its terms one after the other, each 16 right operands of 32 numbers.
+constexpr std::size_t kTileRows = 16, kTileTokens = 16, kTileNumbers = 32, kTileLines = 16, kTileBytes = 64;
+constexpr std::size_t kPieceTiles = 16, kPieceNumbers = kPieceTiles * kTileNumbers;
+constexpr std::size_t kPieceBytes = kPieceNumbers * kTileTokens * 2;
+constexpr std::size_t kMostTerms = 3;
+constexpr std::size_t kMostTileRows = 64;  // of a range
+
+constexpr std::size_t tile_blocks(std::size_t num_tokens) { return (num_tokens + kTileTokens - 1) / kTileTokens; }
+constexpr std::size_t tile_pieces(std::size_t num_in) { return (num_in + kPieceNumbers - 1) / kPieceNumbers; }
+
+struct TokenTiles {
+  const char* data;           // [blocks][pieces][kMostTerms][kPieceBytes], 64-byte aligned; or null: x is not in tiles
+  const std::uint8_t* terms;  // [blocks][pieces], 1 or kMostTerms
+};
+
 // `num_rows` rows of a matrix from first_row on, times all tokens.
 struct LinearRange {
   Number number;
   const void* weight;   // of first_row, which begins a group if the matrix is packed
   const float* bias;    // of first_row, or null
   std::size_t num_rows, num_in;
-  const float* x;       // packed: [T, packed_width], see pack_tokens
+  const float* x;       // packed: [T, packed_width], see pack_tokens;
+  TokenTiles tiles;     // or in tiles
   std::size_t num_tokens;
   float* y;             // token t and row r go to y[t * y_stride + r]
   const float* residual;
@@ -58,17 +77,23 @@ class LinearPool {
  private:
   void pack();
   void pack_some();
+  void pack_tiles();
   void work();
 
   ThreadPool& threads_;
-  std::unique_ptr<float[]> packed_;
+  struct Release {
+    void operator()(float* floats) const { ::operator delete[](floats, std::align_val_t{kTileBytes}); }
+  };
+  std::unique_ptr<float[], Release> packed_;
   std::size_t packed_capacity_ = 0;
+  std::vector<std::uint8_t> terms_;  // of pieces in tiles
   // Of the call in progress.
   Isa isa_ = Isa::kGeneric;
   const Matrices* matrices_ = nullptr;
   const Product* products_ = nullptr;
   const float* x_ = nullptr;
   std::size_t num_tokens_ = 0;
+  bool in_tiles_ = false;
   std::size_t rows_per_chunk_ = 0;
   std::size_t num_chunks_ = 0;
   alignas(64) std::atomic<std::size_t> next_chunk_{0};

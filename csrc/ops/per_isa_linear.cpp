@@ -1,2 +1,3 @@
 // As per_isa.cpp: compiled once per instruction set.
 #include "ops/linear-inl.h"
+#include "ops/linear_tiles-inl.h"

@@ -18,6 +18,12 @@
 
 #include "ops/linear.h"
 
+namespace ambidex::emulated {
+void pack_tile_piece(const float* x, std::size_t num_tokens, std::size_t num_in, std::size_t piece, char* packed,
+                     std::uint8_t* num_terms);
+void multiply_tile_range(const LinearRange& range);
+}  // namespace ambidex::emulated
+
 namespace {
 
 using namespace ambidex;
@@ -131,11 +137,80 @@ int check(Isa isa, ThreadPool& threads, const Shape& shape) {
   return wrong;
 }
 
+// The kernel in tiles, over emulated ones: rows with and without numbers that bf16 does not hold, so that pieces have one
+// term and three; ranges of all heights, and tokens whose results must not depend on how many there are.
+int check_tiles(std::size_t num_in, std::size_t num_rows, std::size_t num_tokens, bool is_exact) {
+  std::mt19937 random(static_cast<unsigned>(num_in + 31 * num_rows + 1009 * num_tokens));
+  const Guarded x_bytes(num_tokens * num_in * sizeof(float)), weights(num_rows * num_in * sizeof(std::uint16_t));
+  float* x = x_bytes.as<float>();
+  for (std::size_t i = 0; i < num_tokens * num_in; ++i) {
+    x[i] = draw(random) * (is_exact || i % num_in < kPieceNumbers ? 1.0f : 1.000001f);
+  }
+  std::vector<float> values(num_rows * num_in), y(num_tokens * num_rows, NAN), alone(num_rows, NAN), bias(num_rows);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    values[i] = draw(random);
+    store(Number::kBf16, values[i], weights.as<void>(), i);
+  }
+  for (float& b : bias) b = draw(random);
+  const std::size_t num_pieces = tile_pieces(num_in);
+  std::vector<std::uint8_t> terms(tile_blocks(num_tokens) * num_pieces);
+  const Guarded packed(terms.size() * kMostTerms * kPieceBytes);
+  const auto pack = [&](std::size_t first_token, std::size_t count) {
+    for (std::size_t i = 0; i < tile_blocks(count) * num_pieces; ++i) {
+      const std::size_t token = i / num_pieces * kTileTokens;
+      emulated::pack_tile_piece(x + (first_token + token) * num_in, std::min(kTileTokens, count - token), num_in,
+                                i % num_pieces, packed.as<char>() + i * kMostTerms * kPieceBytes, &terms[i]);
+    }
+  };
+  const auto multiply = [&](std::size_t count, float* to) {
+    emulated::multiply_tile_range({Number::kBf16, weights.as<void>(), bias.data(), num_rows, num_in, nullptr,
+                                   {packed.as<char>(), terms.data()}, count, to, nullptr, num_rows});
+  };
+  pack(0, num_tokens);
+  int wrong = 0;
+  for (std::size_t i = 0; i < terms.size(); ++i) {
+    wrong += terms[i] != (is_exact || i % num_pieces == 0 ? 1 : kMostTerms);
+  }
+  multiply(num_tokens, y.data());
+  pack(num_tokens - 1, 1);
+  multiply(1, alone.data());
+  wrong += std::memcmp(alone.data(), &y[(num_tokens - 1) * num_rows], num_rows * sizeof(float)) != 0;
+  for (std::size_t t = 0; t < num_tokens; ++t) {
+    for (std::size_t n = 0; n < num_rows; ++n) {
+      double sum = bias[n], size = std::abs(bias[n]);
+      for (std::size_t k = 0; k < num_in; ++k) {
+        const double term = static_cast<double>(values[n * num_in + k]) * x[t * num_in + k];
+        sum += term, size += std::abs(term);
+      }
+      const double allowed = std::sqrt(4.0 + static_cast<double>(num_in)) * 0x1p-24 * size;
+      wrong += !(std::abs(y[t * num_rows + n] - sum) <= allowed);
+    }
+  }
+  if (wrong != 0) {
+    std::printf("emulated tiles: %d wrong values, %zu columns, %zu rows, %zu tokens\n", wrong, num_in, num_rows,
+                num_tokens);
+  }
+  return wrong;
+}
+
+int check_all_tiles() {
+  int wrong = 0;
+  for (std::size_t num_in : {1, 31, 32, 33, 512, 545, 1100}) {
+    for (std::size_t num_rows : {1, 16, 17, 64}) {
+      for (std::size_t num_tokens : {1, 16, 17, 65, 130}) {
+        for (bool is_exact : {true, false}) wrong += check_tiles(num_in, num_rows, num_tokens, is_exact);
+      }
+    }
+  }
+  wrong += check_tiles(9000, 33, 80, false);  // x of more than one panel
+  return wrong;
+}
+
 }  // namespace
 
 int main() {
   ThreadPool one(1, 0), three(3, 20);
-  int wrong = 0, cases = 0;
+  int wrong = check_all_tiles(), cases = 0;
   for (Isa isa : available_isas()) {
     for (Number number : {Number::kFp32, Number::kBf16, Number::kFp16}) {
       for (std::size_t num_in = 1; num_in <= 70; ++num_in, ++cases) {  // two AVX-512 steps and a rest

@@ -21,8 +21,8 @@ from ambidex.engine.engine import Engine
 from ambidex.formats.locate import find_model
 from ambidex.formats.spec import read_spec
 from ambidex.hw.presets import make_profile
-from ambidex.models.divided import RingSizes
 from ambidex.models.registry import build_model
+from ambidex.models.site_plans import RingSizes
 from tiny_engine import add_tokenizer
 from tiny_models import VOCAB_SIZE
 

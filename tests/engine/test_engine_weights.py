@@ -19,7 +19,7 @@ from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.engine.memory import WeightBytes, fixed_bytes, plan_memory
 from ambidex.engine.weights_plan import chunk_bytes_for, fill_placement
-from ambidex.models.divided import RingSizes
+from ambidex.models.site_plans import RingSizes
 from ambidex.solver.placement_file import placement_json
 from tiny_engine import make_engine_folder
 

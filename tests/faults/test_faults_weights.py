@@ -21,7 +21,7 @@ from ambidex.engine.engine import Engine
 from ambidex.mlp.handover import WeightHandover
 from ambidex.mlp.split_site import Level
 from ambidex.models.base import AttentionOp, CausalLM
-from ambidex.models.divided import RingSizes
+from ambidex.models.site_plans import RingSizes
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.input_batch import InputBatch
 from ambidex.runner.runner import call_model

@@ -18,7 +18,8 @@ from ambidex.kernels.triton import quantized  # needs triton
 @pytest.mark.parametrize("kind", quantized.RECORD_BYTES)
 @pytest.mark.parametrize(("device", "dtype"), DTYPE_CASES)
 @pytest.mark.parametrize(
-    ("num_tokens", "num_rows", "num_blocks"), [(1, 64, 2), (3, 130, 1), (17, 16, 3), (40, 7, 2), (70, 96, 4)]
+    ("num_tokens", "num_rows", "num_blocks"),
+    [(1, 64, 2), (3, 130, 1), (17, 16, 3), (40, 7, 2), (70, 96, 4), (129, 37, 3)],
 )
 def test_product_equals_that_with_dequantised_numbers(
     num_tokens: int, num_rows: int, num_blocks: int, device: str, dtype: torch.dtype, kind: str
@@ -38,12 +39,17 @@ def test_product_equals_that_with_dequantised_numbers(
 
 @pytest.mark.parametrize("kind", quantized.RECORD_BYTES)
 @pytest.mark.parametrize(("device", "dtype"), DTYPE_CASES)
-def test_every_number_is_in_its_place(device: str, dtype: torch.dtype, kind: str) -> None:
-    """A unit vector reads a column."""
+@pytest.mark.parametrize("times", [1, 2])
+def test_every_number_is_in_its_place(
+    times: int, device: str, dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit vector reads a column; twice as many of them are too many for one tile."""
+    monkeypatch.setattr(quantized, "_PIECE_NUMBERS", 16 * 64)  # one group after the other
     rows = random_rows(kind, 32, 2, seed=3)
     weight = torch.from_numpy(dequantize(kind, rows))
-    got = quantized.multiply(torch.eye(64, dtype=dtype, device=device), packed(kind, rows).data.to(device), kind, 32)
-    torch.testing.assert_close(got.float().cpu(), weight.T.to(dtype).float(), rtol=1e-2, atol=0)
+    x = torch.eye(64, dtype=dtype, device=device).repeat(times, 1)
+    got = quantized.multiply(x, packed(kind, rows).data.to(device), kind, 32)
+    torch.testing.assert_close(got.float().cpu(), weight.T.to(dtype).float().repeat(times, 1), rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("kind", reference_quantized.RECORD_BYTES)

@@ -15,7 +15,7 @@ from ambidex.cost.workload import KVShares
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.mlp.split_site import Level
-from ambidex.models.divided import RingSizes
+from ambidex.models.site_plans import RingSizes
 from ambidex.runner.decode import DecodeForm
 from ambidex.solver.placement_file import placement_json
 from tiny_engine import make_engine_folder

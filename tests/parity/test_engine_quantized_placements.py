@@ -17,7 +17,7 @@ from ambidex.engine.compose import build_engine, choices
 from ambidex.engine.engine import Engine
 from ambidex.hw.presets import make_profile
 from ambidex.hw.profile import HardwareProfile
-from ambidex.models.divided import RingSizes
+from ambidex.models.site_plans import RingSizes
 from ambidex.solver.placement_file import placement_json
 
 pytestmark = pytest.mark.timeout(1800)

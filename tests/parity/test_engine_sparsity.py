@@ -19,7 +19,7 @@ from ambidex.engine.compose.neurons import measure_neurons
 from ambidex.mlp.neuron_mover import NeuronMover
 from ambidex.mlp.sparse_side import ScreenCosts
 from ambidex.mlp.split_site import Level
-from ambidex.models.divided import RingSizes
+from ambidex.models.site_plans import RingSizes
 from ambidex.runner.decode import DecodeForm
 from tiny_engine import make_engine_folder
 from tiny_models import NUM_LAYERS

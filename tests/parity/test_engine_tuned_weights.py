@@ -3,8 +3,9 @@
 import json
 import logging
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,8 +31,8 @@ from ambidex.engine.weight_tuner import WeightTuner
 from ambidex.formats.locate import find_model
 from ambidex.formats.spec import read_spec
 from ambidex.hw.presets import make_profile
-from ambidex.models.divided import ALIGNMENT_BYTES, RingSizes
 from ambidex.models.registry import build_model
+from ambidex.models.site_plans import ALIGNMENT_BYTES, RingSizes
 from ambidex.models.weight_moves import WeightMoves
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.graphs import Capture, CudaCapture
@@ -68,6 +69,21 @@ def make_config(folder: Path, device: DeviceKind, **words: Any) -> EngineConfig:
     )  # fmt: skip
 
 
+@cache
+def measure_whole(
+    folder: Path, device: DeviceKind, form: DecodeForm | None, capture: Callable[[], Capture]
+) -> dict[str, int]:
+    """What an engine with all weights on the accelerator takes there, by owner."""
+    whole = build_engine(make_config(folder, device, kv_gpu_tokens=512), decode_form=form, capture=capture)
+    return {entry.owner: entry.num_bytes for entry in whole.figures.ledger.entries(Tier.GPU)}
+
+
+@cache
+def answer_undivided(folder: Path, device: DeviceKind) -> list[tuple[int, ...]]:
+    """Tokens of the undivided model."""
+    return answer(build_engine(make_config(folder, device)))
+
+
 def make_engine(
     folder: Path,
     form: DecodeForm = DecodeForm.FIXED,
@@ -79,8 +95,7 @@ def make_engine(
 ) -> Engine:
     """An engine with a share of the weights on the accelerator, as the solver divides them."""
     decode_form = form if device is DeviceKind.CPU else None
-    whole = build_engine(make_config(folder, device, kv_gpu_tokens=512), decode_form=decode_form, capture=capture)
-    held = {entry.owner: entry.num_bytes for entry in whole.figures.ledger.entries(Tier.GPU)}
+    held = measure_whole(folder, device, decode_form, capture)
     beside = sum(size for owner, size in held.items() if owner != "weights") + MARGIN_BYTES + RING.chunk_bytes * 3
     config = make_config(
         folder, device, placement="auto", tune_weights=True, kv_gpu_tokens=512,
@@ -139,17 +154,33 @@ def placements(draw: st.DrawFn, num_layers: int) -> Placement:
     return Placement(layers=layers, head=split())
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("variant", FAMILIES)
 @settings(deadline=None, max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_tokens_are_those_of_the_undivided_run_while_weights_move(
+    variant: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    check_moves(variant, DeviceKind.CPU, data, tmp_path_factory)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", FAMILIES)
+@settings(deadline=None, max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_tokens_on_a_gpu_are_those_of_the_undivided_run_while_weights_move(
+    variant: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Each of few examples captures its steps anew some ten times, which takes a GPU machine seconds."""
+    check_moves(variant, DeviceKind.CUDA, data, tmp_path_factory)
+
+
+def check_moves(
     variant: str, device: DeviceKind, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.getbasetemp() / f"tuned_{variant}" / variant
     if not folder.is_dir():
         make_engine_folder(folder.parent, variant)
-    wanted = answer(build_engine(make_config(folder, device)))
+    wanted = answer_undivided(folder, device)
     assert len(set(wanted)) > 1, "the model answers every prompt alike: the test would prove nothing"
     engine = make_engine(folder, device=device)
     assert engine.tuner is not None
@@ -157,12 +188,13 @@ def test_tokens_are_those_of_the_undivided_run_while_weights_move(
     num_layers = engine.figures.spec.num_layers
 
     def change(num: int) -> None:
-        if num % 4 == 1:
+        if num % (4 if device is DeviceKind.CPU else 6) == 1:
             moves.begin(data.draw(placements(num_layers)))
         assert weights_on_gpu(engine) <= limit
 
     assert answer(engine, change) == wanted
     assert moves.num_failed == 0
+    engine.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -387,6 +419,18 @@ def test_the_engines_own_world_solves_for_chunks_within_their_memory(folder: Pat
     assert world.move_s(Where(placement=NOTHING, kv=KVShares()), more) > 0
     answer(engine)  # with the thread of its own
     engine.tuner.close()
+
+
+def test_the_thread_of_decisions_ends_with_its_engine(folder: Path) -> None:
+    engine = make_engine(folder)
+    assert engine.tuner is not None
+    answer(engine)
+    assert isinstance(engine.tuner._beside, ThreadPoolExecutor)
+    (thread,) = engine.tuner._beside._threads
+    assert thread.is_alive()
+    engine.close()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
 
 
 def test_what_cannot_be_tuned_is_refused(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """What the processor does with DRAM: plain reads, products of weights by format and tokens, attention over keys."""
 
-from functools import partial
+import time
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -23,9 +24,10 @@ TOKENS: Final = (1, 4, 8, 16, 32, 64, 128)
 """Of a product: from a matrix-vector product to one whose operations take the time; beyond, time grows with tokens."""
 WIDTH: Final = 4096
 """Columns and rows of the matrices: those of a model of 7 to 8 billion parameters."""
-MANY_TOKENS: Final = 16
-"""From so many tokens on a quarter of the memory is enough: operations take the time."""
 NUM_RUNS: Final = 3
+PASS_S: Final = 0.05
+"""Of a run through the matrices, which ends with the one that is multiplied then: where operations take the time a few
+matrices say as much as all, and slow forms (16-bit weights that are widened first) would take minutes on few cores."""
 KV_HEADS: Final = 8
 GROUP: Final = 4
 HEAD_DIM: Final = 128
@@ -63,22 +65,26 @@ def measure_products(
     forms = [[LinearOp(context) for _ in weights] for context in contexts]
     points = []
     for num_tokens in TOKENS:
-        some = weights if num_tokens < MANY_TOKENS else weights[: max(1, len(weights) // 4)]
         x = torch.randn(num_tokens, _width(weights[0]))
-
-        def run(ops: list[LinearOp], some: list[Weight] = some, x: Tensor = x) -> None:
-            for op, weight in zip(ops, some, strict=False):
-                op(x, [weight], [None])
-
-        num_bytes = sum(_num_bytes(weight) for weight in some)
-        rates = [
-            Quantiles.of(
-                [num_bytes / s for s in measure_seconds(partial(run, ops), num_warmups=1, num_runs=NUM_RUNS)]
-            ).median
-            for ops in forms
-        ]
+        rates = []
+        for ops in forms:
+            _pass_rate(ops, weights, x)  # the first call lays out what a native product needs
+            rates.append(Quantiles.of([_pass_rate(ops, weights, x) for _ in range(NUM_RUNS)]).median)
         points.append((num_tokens, max(rates)))
     return points
+
+
+def _pass_rate(ops: Sequence[LinearOp], weights: Sequence[Weight], x: Tensor) -> float:
+    """Bytes of weights/s of one run through the matrices, or as many of them as `PASS_S` allows."""
+    start = time.perf_counter()
+    num_bytes, seconds = 0, 0.0
+    for op, weight in zip(ops, weights, strict=True):
+        op(x, [weight], [None])
+        num_bytes += _num_bytes(weight)
+        seconds = time.perf_counter() - start
+        if seconds > PASS_S:
+            break
+    return num_bytes / seconds
 
 
 def cut_weights(kind: str, buffer: Tensor) -> list[Weight]:

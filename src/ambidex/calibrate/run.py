@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ambidex.calibrate import cpu, gpu, nodes
+from ambidex.calibrate.launches import measure_launches
 from ambidex.calibrate.memory_rate import gpu_read_rate, probe_bytes
 from ambidex.core.dtypes import GPU_WEIGHT_KINDS
 from ambidex.core.errors import MachineError
@@ -103,7 +104,7 @@ def part_names(*, has_gpu: bool, node_ids: Sequence[int] = ()) -> tuple[str, ...
     names += [*(f"CPU attention {kind}" for kind in cpu.ATTENTION_FORMATS), "CPU small calls"]
     if has_gpu:
         names += ["GPU", "GPU memory read", *(f"GPU products {kind}" for kind in GPU_PRODUCT_FORMATS), "GPU attention",
-                  "GPU small kernels", "copies", "DRAM beside copies", "handover"]  # fmt: skip
+                  "GPU small kernels", "launches", "copies", "DRAM beside copies", "handover"]  # fmt: skip
     return (*names, *(f"NUMA node {node_id}" for node_id in node_ids))
 
 
@@ -130,6 +131,7 @@ def make_profile(
             products=_products(parts, "GPU products ", GPU_PRODUCT_FORMATS),
             attention_bytes_per_s=parts["GPU attention"],
             layer_s=parts["GPU small kernels"],
+            launch_s=parts["launches"],
         )
         to_gpu, from_gpu = parts["copies"]
         link = LinkRates(
@@ -220,6 +222,7 @@ _OTHERS: Final[Mapping[str, Callable[[Bench], Any]]] = {
     "GPU memory read": lambda bench: gpu_read_rate(_device(bench)).median,
     "GPU attention": lambda bench: gpu.measure_attention(_device(bench), "bf16"),
     "GPU small kernels": lambda bench: gpu.measure_layer(_device(bench)),
+    "launches": lambda bench: measure_launches(_device(bench)),
     "copies": lambda bench: gpu.measure_copies(_device(bench)),
     "DRAM beside copies": lambda bench: gpu.measure_beside(_device(bench), bench.threads, bench.buffer),
     "handover": lambda bench: gpu.measure_handover(_device(bench), bench.threads),

@@ -151,7 +151,7 @@ def show(name: str, value: Any) -> str:
     """A part's value for people."""
     if isinstance(value, dict):
         return str(value["name"]) if "name" in value else _show_node(value)
-    if name in ("CPU small calls", "GPU small kernels", "handover"):
+    if name in ("CPU small calls", "GPU small kernels", "launches", "handover"):
         return f"{MICRO * value:.1f} µs" + ("" if name == "handover" else " a layer")
     if name == "copies":
         return f"{_gb(value[0])} to the GPU, {_gb(value[1])} from it"

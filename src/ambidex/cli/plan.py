@@ -11,11 +11,14 @@ from ambidex.cli.settings import VerbOption
 from ambidex.cli.show import print_json, print_table, print_text, say
 from ambidex.core.dtypes import WEIGHT_BLOCKS, DType
 from ambidex.core.errors import ConfigError
+from ambidex.core.sparsity import OFF, parse_sparsity
 from ambidex.core.units import parse_size
 from ambidex.hw.presets import CPUS, GPUS, LINKS
 
 if TYPE_CHECKING:
-    from ambidex.hw.profile import HardwareProfile
+    from ambidex.core.model_spec import ModelSpec
+    from ambidex.formats.locate import ModelSource
+    from ambidex.hw.profile import Curve, HardwareProfile
     from ambidex.solver.planning import PlanRequest
 
 NO_GPU: Final = "none"
@@ -84,6 +87,10 @@ class PlanCommand(click.Command):
                 VerbOption(["--weights"], type=click.Choice(list(WEIGHT_BLOCKS), case_sensitive=False),
                            help="format that all matrices are stored in; default: the files'"),
                 VerbOption(["--kv-dtype"], type=click.Choice(list(DType)), help="format of keys and values in DRAM"),
+                VerbOption(["--mlp-sparsity"], default=OFF, metavar="FORM",
+                           help="neurons that the CPU leaves out, as of the setting of that name: relu, teal:0.5, …"),
+                VerbOption(["--neuron-profile"], type=path,
+                           help="how often neurons are active; default: what `calibrate neurons` wrote, if it did"),
                 VerbOption(["--gpu"], type=click.Choice([NO_GPU, *GPUS]), metavar="NAME",
                            help=f"preset of a GPU ({', '.join(GPUS)}), or {NO_GPU}; default: this machine"),
                 VerbOption(["--cpu"], type=click.Choice(list(CPUS)), metavar="NAME",
@@ -139,7 +146,8 @@ def _make_request(services: Services, model: str, words: dict[str, Any]) -> "Pla
     from ambidex.solver.placement_file import join_pins, parse_words, read_pins
     from ambidex.solver.planning import PlanRequest
 
-    spec = read_spec(find_model(model))
+    source = find_model(model)
+    spec = read_spec(source)
     profile = _find_profile(services, words)
     if words["context"] > spec.max_context_len:
         raise ConfigError(
@@ -175,7 +183,31 @@ def _make_request(services: Services, model: str, words: dict[str, Any]) -> "Pla
         gpu_bytes=words["gpu_memory"],
         dram_bytes=dram,
         pins=pins,
+        mlp_reads=_find_reads(words, spec, source, number_bytes=dtype.num_bytes),
     )
+
+
+def _find_reads(
+    words: dict[str, Any], spec: "ModelSpec", source: "ModelSource", *, number_bytes: int
+) -> "Curve | None":
+    """What the CPU reads of MLPs where neurons are left out; None: all of them."""
+    from ambidex.cost.sparsity import expected_reads
+    from ambidex.cost.weights import GATED
+    from ambidex.formats.neuron_profile import default_neuron_path, fingerprint, read_neuron_profile
+
+    sparsity, path = parse_sparsity(words["mlp_sparsity"]), words["neuron_profile"]
+    if sparsity is None:
+        if path is not None:
+            raise ConfigError("--neuron-profile is for --mlp-sparsity, which is off: leave it out, or choose a form")
+        return None
+    refusal = sparsity.refusal(spec.activation, is_gated=spec.architecture in GATED)
+    if refusal is not None:
+        raise ConfigError(refusal)
+    model = fingerprint(source, spec)
+    found = path if path is not None else default_neuron_path(os.environ, model)
+    is_there = path is not None or found.exists()
+    profile = read_neuron_profile(found, spec, model=model) if is_there else None
+    return expected_reads(spec, sparsity, profile, number_bytes=number_bytes)
 
 
 def _choose_dtype(stored: DType, *, is_quantized: bool, on_gpu: object) -> DType:

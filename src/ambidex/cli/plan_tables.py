@@ -101,6 +101,7 @@ def plan_json(model: str, plan: Plan) -> dict[str, Any]:
             "gpu_s": step.gpu_s,
             "cpu_s": step.cpu_s,
             "terms_s": dict(step.terms),
+            "cpu_reads_of_mlps": None if request.mlp_reads is None else request.mlp_reads.at(workload.batch),
         },
         "prefill": {
             "prompt_s": plan.prefill.seconds,
@@ -161,6 +162,9 @@ def _prediction_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     each = f", {step.tokens_per_s / batch:.2f} each" if batch > 1 else ""
     yield "decode", f"{step.tokens_per_s:.1f} tokens/s{each}: {_ms(step.step_s)} a step"
     yield "decode waits for", step.binds
+    if plan.request.mlp_reads is not None:
+        share = 100 * plan.request.mlp_reads.at(batch)
+        yield "neurons left out", f"the CPU reads {share:.0f} % of its part of MLPs that are not quantised"
     how = f"; the CPU's share of weights is multiplied by {prefill.how}" if "or" in prefill.how or "," in prefill.how \
         or prefill.how == "the CPU" else ""  # fmt: skip
     yield "prefill", f"{prefill.tokens_per_s:.0f} tokens/s: {prefill.seconds:.2f} s a prompt{how}"

@@ -2,6 +2,10 @@
 
 Weights that are not in GPU memory travel to it for each chunk, whose products the GPU then does. Of a chunk of few
 tokens the CPU may do those of its share, if that is predicted to be shorter; `how` names who does.
+
+A chunk is launched kernel by kernel, so the host is a lane, too: layers · seconds of a layer's launches · WITH_DRAM
+where keys lie in DRAM. Keys and values that are to lie there are laid out by a kernel that writes them over the link,
+which is part of the GPU's time.
 """
 
 from dataclasses import dataclass
@@ -21,8 +25,11 @@ ATTENTION_FLOPS: Final = 0.43
 keys all lie on the GPU (8K and 32K tokens, chunks of 2,048)."""
 MOST_CPU_TOKENS: Final = 128
 """Of a chunk in which the CPU multiplies; of larger ones all weights travel (`mlp/rates.py`)."""
+WITH_DRAM: Final = 2.0
+"""Times as many launches of a layer whose keys lie on both tiers (docs/measured.md)."""
 PASSES: Final = 140
 """Over a token's hidden state in a layer, by all that is neither product nor attention, read at the memory's rate."""
+LAUNCHES: Final = "the host's launches"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +52,19 @@ class _Chunk:
     gpu_s: float
     cpu_s: float
     link_s: float
+    host_s: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return max(self.gpu_s, self.cpu_s, self.link_s)
+        return max(self._lanes().values())
 
     @property
     def binds(self) -> str:
-        return "GPU" if self.gpu_s == self.seconds else "link" if self.link_s == self.seconds else "CPU"
+        lanes = self._lanes()
+        return max(lanes, key=lambda lane: lanes[lane])
+
+    def _lanes(self) -> dict[str, float]:
+        return {"GPU": self.gpu_s, "link": self.link_s, "CPU": self.cpu_s, LAUNCHES: self.host_s}
 
 
 def predict_prefill(
@@ -72,7 +84,7 @@ def predict_prefill(
     Raises:
         ConfigError: the profile has no rate for a format.
     """
-    total, waits, ways = 0.0, dict.fromkeys(("GPU", "CPU", "link"), 0.0), set()
+    total, waits, ways = 0.0, dict.fromkeys(("GPU", "CPU", "link", LAUNCHES), 0.0), set()
     for start in range(0, workload.prompt, workload.chunk):
         num = min(workload.chunk, workload.prompt - start)
         found = {
@@ -129,11 +141,14 @@ def _predict_chunk(
         streamed += moved * group.num_bytes
         if split.on_cpu and not streams:
             cpu_s += split.on_cpu * terms.product_s(group, profile.cpu.products, num_tokens=tokens)
-    if link is None:
+    if link is None or profile.gpu is None:
         return _Chunk(gpu_s, cpu_s, 0.0)
     _, host_kv = kv_specs(spec, dtype=dtype, kv_dtype=workload.kv_dtype)
-    streamed += (1.0 - kv.on_gpu) * start * host_kv.bytes_per_token
-    return _Chunk(gpu_s, cpu_s, terms.copy_s(streamed, link.to_gpu_bytes_per_s))
+    away = 1.0 - kv.on_gpu
+    streamed += away * start * host_kv.bytes_per_token
+    gpu_s += terms.copy_s(away * num * host_kv.bytes_per_token, link.from_gpu_bytes_per_s)
+    host_s = spec.num_layers * profile.gpu.launch_s * (WITH_DRAM if away else 1.0)
+    return _Chunk(gpu_s, cpu_s, terms.copy_s(streamed, link.to_gpu_bytes_per_s), host_s)
 
 
 def _splits(weights: ModelWeights, placement: Placement) -> list[tuple[WeightGroup, WeightSplit]]:

@@ -149,7 +149,8 @@ def _weights_bytes(units: StepUnits, placement: Placement) -> tuple[float, float
     """Bytes that the CPU reads, and bytes that are streamed."""
     read, streamed = placement.head.on_cpu * units.head_bytes, placement.head.streamed * units.head_bytes
     for layer, where in zip(units.layers, placement.layers, strict=True):
-        read += where.attention.on_cpu * layer.attention_bytes + where.mlp.on_cpu * layer.mlp_bytes
+        read += where.attention.on_cpu * layer.attention_bytes
+        read += where.mlp.on_cpu * layer.mlp_bytes * layer.cpu_mlp_read
         streamed += where.attention.streamed * layer.attention_bytes + where.mlp.streamed * layer.mlp_bytes
     return read, streamed
 

@@ -10,7 +10,7 @@ from ambidex.core.model_spec import ModelSpec
 from ambidex.cost import terms
 from ambidex.cost.weights import ModelWeights
 from ambidex.cost.workload import Workload
-from ambidex.hw.profile import HardwareProfile
+from ambidex.hw.profile import Curve, HardwareProfile
 
 BLOCK_SIZE: Final = 64
 """Tokens of a KV block: the engine's default."""
@@ -48,6 +48,8 @@ class LayerUnits:
     cpu_kv_s: float
     kv_bytes: int
     """Of visible keys and values, as DRAM keeps them."""
+    cpu_mlp_read: float = 1.0
+    """Share of its part of the MLP that the CPU reads: the rest are neurons that are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +117,14 @@ def make_units(
     *,
     dtype: DType,
     coefficients: Coefficients | None = None,
+    mlp_reads: Curve | None = None,
 ) -> StepUnits:
     """Work out the units.
 
     Args:
         dtype: format of activations, and of K and V on the accelerator.
+        mlp_reads: shares of an MLP's bytes that the CPU lane reads, by tokens; None: it leaves out no neurons. It never
+            does of quantised matrices.
     Raises:
         ConfigError: the profile has no rate for a format.
     """
@@ -134,6 +139,8 @@ def make_units(
     layers = []
     for layer, window in zip(weights.layers, spec.windows, strict=True):
         tokens = batch * terms.visible_tokens(workload.context, window)
+        is_sparse = mlp_reads is not None and layer.mlp.is_plain and profile.link is not None
+        read = mlp_reads.at(batch) if mlp_reads is not None and is_sparse else 1.0
         layers.append(
             LayerUnits(
                 attention_bytes=layer.attention.num_bytes,
@@ -143,10 +150,11 @@ def make_units(
                 gpu_mlp_s=factor.gpu_weights * terms.product_s(layer.mlp, accelerator.products, num_tokens=batch),
                 gpu_kv_s=factor.gpu_attention * terms.attention_s(tokens * gpu_kv.bytes_per_token_layer, gpu_attention),
                 cpu_attention_s=factor.cpu_weights * terms.product_s(layer.attention, cpu.products, num_tokens=batch),
-                cpu_mlp_s=factor.cpu_weights * terms.product_s(layer.mlp, cpu.products, num_tokens=batch),
+                cpu_mlp_s=factor.cpu_weights * read * terms.product_s(layer.mlp, cpu.products, num_tokens=batch),
                 cpu_kv_s=factor.cpu_attention
                 * terms.attention_s(tokens * host_kv.bytes_per_token_layer, cpu_attention),
                 kv_bytes=tokens * host_kv.bytes_per_token_layer,
+                cpu_mlp_read=read,
             )
         )
     num_tokens = batch * gpu_kv.num_blocks(workload.context) * BLOCK_SIZE

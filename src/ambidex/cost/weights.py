@@ -63,6 +63,11 @@ class WeightGroup:
         """Numbers of all of it."""
         return sum(part.num_numbers for part in self.parts)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether none of it is quantised."""
+        return all(part.kind in _PLAIN for part in self.parts)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
@@ -89,12 +94,6 @@ class ModelWeights:
     def num_bytes(self) -> int:
         """Bytes of the whole model."""
         return sum(layer.num_bytes for layer in self.layers) + self.head.num_bytes + self.other_bytes
-
-    @property
-    def number_bytes(self) -> float:
-        """Of a number of the largest format of what can be divided."""
-        blocks = [WEIGHT_BLOCKS[kind] for kind in self.bytes_by_kind]
-        return max(block_bytes / block_len for block_len, block_bytes in blocks)
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:

@@ -15,7 +15,7 @@ from ambidex.cost.units import BLOCK_SIZE, kv_specs, make_units, most_streamed
 from ambidex.cost.weights import ModelWeights, Residence, count_weights
 from ambidex.cost.workload import KVShares, Workload
 from ambidex.engine.report import ReportRow
-from ambidex.hw.profile import HardwareProfile
+from ambidex.hw.profile import Curve, HardwareProfile
 from ambidex.sched.plan_world import keys_that_fit
 from ambidex.sched.tuner import Where
 from ambidex.solver.problem import Pins, PlacementProblem
@@ -28,7 +28,7 @@ AUTO: Final = "auto"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
     """Bytes: of both tiers, of what else the accelerator holds beside weights and keys, of buffers for weights on their
-    way where those are plain numbers."""
+    way."""
 
     gpu: int
     dram: int
@@ -49,6 +49,8 @@ class AutoPlacement:
     workload: Workload
     problem: PlacementProblem
     solution: Solution
+    mlp_reads: Curve | None = None
+    """See `make_units`."""
 
     @property
     def placement(self) -> Placement:
@@ -67,7 +69,7 @@ class AutoPlacement:
     def predict_step_s(self, batch: int, context: int) -> float | None:
         """Seconds of a decode step of other traffic; None if its keys do not fit beside the weights."""
         workload = replace(self.workload, batch=max(1, batch), context=max(1, context))
-        units = make_units(self.spec, self.weights, self.profile, workload, dtype=self.dtype)
+        units = make_units(self.spec, self.weights, self.profile, workload, dtype=self.dtype, mlp_reads=self.mlp_reads)
         problem = replace(self.problem, units=units)
         kv = keys_that_fit(problem, Where(placement=self.placement, kv=self.solution.kv))
         return None if kv is None else predict_step(units, self.placement, kv).step_s
@@ -99,12 +101,14 @@ def solve_weights(
     budgets: Budgets,
     residence: Residence,
     kind: str | None = None,
+    mlp_reads: Curve | None = None,
 ) -> AutoPlacement:
     """Solve for half of the longest context and for as many running requests as both budgets hold.
 
     Args:
         dtype: of activations and of matrices that are not quantised.
         residence: which quantised matrices the engine keeps; kind: the type of all of them, of dummy weights.
+        mlp_reads: as in `make_units`.
     Raises:
         ConfigError: not even one request fits; says which capacity binds.
     """
@@ -118,11 +122,11 @@ def solve_weights(
             batch=batch, context=context, prompt=context, chunk=config.max_tokens_per_step, kv_dtype=kv_dtype
         )
         problem = PlacementProblem(
-            units=make_units(spec, weights, profile, workload, dtype=dtype),
+            units=make_units(spec, weights, profile, workload, dtype=dtype, mlp_reads=mlp_reads),
             gpu_bytes=budgets.gpu,
             gpu_fixed_bytes=weights.other_bytes + budgets.gpu_fixed,
             least_kv_bytes=(config.kv_gpu_tokens or 0) * gpu_kv.bytes_per_token,
-            ring_bytes=int(budgets.ring * weights.number_bytes / dtype.num_bytes),
+            ring_bytes=budgets.ring,
             dram_bytes=budgets.dram if profile.gpu is not None else None,
             most_kv_streamed=most_streamed(
                 spec,
@@ -143,7 +147,7 @@ def solve_weights(
             continue
         return AutoPlacement(
             spec=spec, weights=weights, dtype=dtype, profile=profile, workload=workload, problem=problem,
-            solution=solution,
+            solution=solution, mlp_reads=mlp_reads,
         )  # fmt: skip
 
 

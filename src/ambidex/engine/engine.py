@@ -201,6 +201,8 @@ class Engine:
         if self._sessions is not None:
             self._sessions.close(is_trusted=is_trusted)
             self._sessions = None
+        if self.tuner is not None:
+            self.tuner.close()
 
     def _follow_guide(self, request: Request, answer: AnswerText, sampled: SampledToken | None) -> None:
         """Say which tokens may come next; an answer that cannot be held to its grammar fails."""

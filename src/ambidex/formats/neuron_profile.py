@@ -3,7 +3,7 @@
 import hashlib
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -48,6 +48,12 @@ class NeuronProfile:
     def active_share(self) -> float:
         """Of the neurons, for a token, in the mean over layers."""
         return float(self.activity.mean())
+
+    def unions(self, sizes: Sequence[int]) -> dict[int, float]:
+        """Shares of neurons that some token of a step needs, by its tokens: as if they were independent, but for how
+        often each neuron is active. At least one neuron."""
+        least = 1.0 / self.activity.shape[1]
+        return {num: max(least, float(1.0 - ((1.0 - self.activity.astype(np.float64)) ** num).mean())) for num in sizes}
 
     def masks(self, sparsity: MLPSparsity) -> list[NeuronMask]:
         """The mask of each layer for a form that is not exact.

@@ -27,6 +27,9 @@ GPU_ATTENTION: Final = 0.62
 """Of the data sheet's bytes/s: 1.88 GB of keys and values more took 0.62 ms (decode_gpu, 2K, 16K tokens)."""
 GPU_LAYER_S: Final = 15e-6
 """Of a recorded step with one token: (4.88 ms − products 4.0 − attention's reads − scheduling) / 32 layers."""
+LAUNCH_S: Final = 0.9e-3
+"""Of a layer of a prompt's chunk whose keys lie on the GPU: with keys in DRAM, twice the launches, the host was busy
+for 224 to 235 ms of prompts of 8K, which have 128 layers of chunks (prefill_gpu); 301 ms where cores were slower."""
 DRAM_READ: Final = 0.80
 """Of channels × transfers/s × 8 bytes: what plain reads by all cores of a desktop or server reach. The machine of the
 records is a share of a larger one, so that its data sheet says nothing of it; this figure is an assumption."""
@@ -158,6 +161,7 @@ def gpu_rates(name: str) -> GpuRates:
         products=roofline(GPU_PRODUCT_READ * sheet.bytes_per_s, flops),
         attention_bytes_per_s=GPU_ATTENTION * sheet.bytes_per_s,
         layer_s=GPU_LAYER_S,
+        launch_s=LAUNCH_S,
     )
 
 

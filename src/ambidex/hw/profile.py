@@ -95,8 +95,11 @@ class Products:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuRates:
-    """One GPU: bytes, bytes/s and seconds. `layer_s` is what a layer takes besides products and attention: its norms,
-    activations and the launches of a recorded step."""
+    """One GPU: bytes, bytes/s and seconds.
+
+    `layer_s` is what a layer takes besides products and attention: its norms, activations and the launches of a
+    recorded step. `launch_s` is what the host takes to launch a layer of a prompt's chunk, kernel by kernel.
+    """
 
     name: str
     memory_bytes: int
@@ -104,6 +107,7 @@ class GpuRates:
     products: Products
     attention_bytes_per_s: float
     layer_s: float
+    launch_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

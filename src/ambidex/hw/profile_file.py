@@ -10,7 +10,7 @@ from typing import Any, Final
 from ambidex.core.errors import ConfigError
 from ambidex.hw.profile import CpuRates, Curve, GpuRates, HardwareProfile, LinkRates, Machine, NodeRates, Products
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of the form that is read and written here; a change that an older reader would get wrong adds 1."""
 MAX_BYTES: Final = 1 << 20
 """A profile has some 5 KiB."""
@@ -221,6 +221,7 @@ def _parse_gpu(fields: _Fields) -> GpuRates:
         products=_parse_products(fields),
         attention_bytes_per_s=fields.number("attention_bytes_per_s"),
         layer_s=fields.number("layer_s"),
+        launch_s=fields.number("launch_s"),
     )
     fields.end()
     return gpu

@@ -84,11 +84,20 @@ class Cuts:
         return self.movable + self.on_cpu + self.streamed
 
     @classmethod
-    def of(cls, shape: SiteShape, split: WeightSplit, *, chunk_size: int, movable_share: float = 0.0) -> "Cuts":
+    def of(
+        cls,
+        shape: SiteShape,
+        split: WeightSplit,
+        *,
+        chunk_bytes: int,
+        number_bytes: int,
+        movable_share: float = 0.0,
+    ) -> "Cuts":
         """Divide the rows of a place as a split says, rounded to whole granules, never more on the GPU than it says.
 
         Args:
-            chunk_size: numbers of a chunk, at most, but for a single granule.
+            chunk_bytes: of a chunk, at most, but for a single granule.
+            number_bytes: of a plain number.
             movable_share: of the rows on the GPU, that may leave it.
         """
         num_rows, granule = shape.num_rows, shape.granule
@@ -98,7 +107,7 @@ class Cuts:
         if split.streamed > 0:
             wanted = rest * split.on_cpu / (split.on_cpu + split.streamed)
             on_cpu = min(rest, _round_down(wanted + granule / 2, granule))
-        most = max(granule, chunk_size // shape.numbers_per_row // granule * granule)
+        most = max(1, chunk_bytes // shape.num_bytes(granule, number_bytes)) * granule
         kept = on_gpu - _round_down(on_gpu * movable_share, granule)
         return cls(
             on_gpu=range(kept),

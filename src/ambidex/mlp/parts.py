@@ -88,6 +88,11 @@ class Part:
         self._multiply_ins = LinearOp(linear)
         self._multiply_out = LinearOp(linear)
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its matrices are."""
+        return isinstance(self.numbers.ins[0], QuantizedMatrix)
+
     def bind(self, biases: Sequence[Tensor]) -> None:
         """Take the biases of neurons, [N] for each matrix, in the dtype and on the device of x."""
         own = [bias[self.rows.start : self.rows.stop] for bias in biases]

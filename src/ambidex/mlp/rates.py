@@ -25,6 +25,8 @@ TOKENS: Final = (1, 4, 8, 16, 32, 64, 128)
 _PROBE_BYTES: Final = 512 * MIB
 """Of weights read for each figure: more than the caches of a server CPU's cores hold."""
 _NUM_PROBES: Final = 2
+_AS_FAST: Final = 0.95
+"""Of the rate of torch's products, from which native ones are taken: they are recorded, one call for all of a place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +75,19 @@ def measure_rates(
 def measure_cpu(parts: Sequence[Part], linear: LinearContext) -> tuple[dict[int, float], int]:
     """Bytes of weights a second that the CPU multiplies, by tokens, and up to how many the native products are faster.
 
+    Quantised weights have native products alone, which is nothing to find out.
+
     Args:
         parts: what the CPU multiplies, with weights in DRAM.
         linear: what their products share; how it multiplies is set to what is found.
     Cost: about half a second for weights that do not fit the caches.
     """
-    some = _take(parts, _PROBE_BYTES)
+    plain_parts = [part for part in parts if not part.is_quantized]
+    if not plain_parts:
+        linear.most_native_tokens = TOKENS[-1]
+        some = _take(parts, _PROBE_BYTES)
+        return {num: _cpu_rate(some, torch.randn(num, some[0].num_in)) for num in TOKENS}, TOKENS[-1]
+    some = _take(plain_parts, _PROBE_BYTES)
     # By native tokens (all or none), and whether torch's products have the weights first.
     rates: dict[tuple[int, bool], dict[int, float]] = {}
     for most, weight_first in ((TOKENS[-1], False), (0, False), (0, True)):
@@ -87,7 +96,7 @@ def measure_cpu(parts: Sequence[Part], linear: LinearContext) -> tuple[dict[int,
     native = rates[TOKENS[-1], False]
     linear.weight_first = sum(list(rates[0, True].values())[-3:]) > sum(list(rates[0, False].values())[-3:])
     plain = rates[0, linear.weight_first]
-    linear.most_native_tokens = max((num for num in TOKENS if native[num] >= plain[num]), default=0)
+    linear.most_native_tokens = max((num for num in TOKENS if native[num] >= _AS_FAST * plain[num]), default=0)
     cpu = {num: native[num] if num <= linear.most_native_tokens else plain[num] for num in TOKENS}
     return cpu, linear.most_native_tokens
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ambidex.core.placement import LayerPlacement, Placement, WeightSplit
 from ambidex.layers.mlp import Neurons
-from ambidex.models.divided import ALIGNMENT_BYTES, SitePlan
+from ambidex.models.site_plans import ALIGNMENT_BYTES, SitePlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from ambidex.cost.units import BLOCK_SIZE, LEAST_GPU_BLOCKS, Coefficients, kv_sp
 from ambidex.cost.weights import ModelWeights
 from ambidex.cost.workload import Workload
 from ambidex.cost.workspace import STEP_STREAM_SHARE, graph_bytes, workspace_bytes
-from ambidex.hw.profile import HardwareProfile
+from ambidex.hw.profile import Curve, HardwareProfile
 from ambidex.solver.problem import Pins, PlacementProblem
 from ambidex.solver.solve import Solution, gain_of_memory, solve_placement
 
@@ -39,6 +39,8 @@ class PlanRequest:
     most_batch: int = 1
     """Requests that must find room for their first and newest keys on the GPU, also if this workload has fewer."""
     pins: Pins = field(default_factory=Pins)
+    mlp_reads: Curve | None = None
+    """Shares of an MLP's bytes that the CPU reads where neurons are left out, by tokens; None: all are computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,23 +107,18 @@ def make_problem(
         stream_share = most_streamed(spec, gpu_kv, host_kv, step_blocks=stream.step_blocks, num_blocks=num_blocks)
     return PlacementProblem(
         units=make_units(
-            spec, request.weights, profile, workload, dtype=request.dtype, coefficients=coefficients
+            spec, request.weights, profile, workload, dtype=request.dtype, coefficients=coefficients,
+            mlp_reads=request.mlp_reads,
         ),
         gpu_bytes=budget,
         gpu_fixed_bytes=fixed,
         least_kv_bytes=0 if most_batch == workload.batch else most_batch * LEAST_GPU_BLOCKS * gpu_kv.bytes_per_block,
-        ring_bytes=_ring_bytes(request, budget) if gpu is not None else 0,
+        ring_bytes=int(min(RING_BYTES, RING_SHARE * budget)) if gpu is not None else 0,
         dram_bytes=request.dram_bytes if gpu is not None else None,
         most_kv_streamed=stream_share,
         is_head_whole=spec.tie_embeddings,
         pins=request.pins,
     )  # fmt: skip
-
-
-def _ring_bytes(request: PlanRequest, budget: int) -> int:
-    """Of chunks, which have as many numbers whatever their format."""
-    share = request.weights.number_bytes / request.dtype.num_bytes
-    return int(share * min(RING_BYTES, RING_SHARE * budget))
 
 
 def make_plan(request: PlanRequest) -> Plan:

@@ -198,6 +198,7 @@ class _Program:
                 self._units.mlp_handover_s,
                 has_cpu=split_cpu[1],
                 pinned=group.mlp,
+                cpu_read=u.cpu_mlp_read,
             )
         self._row(dict.fromkeys(counts, 1.0), num_layers, num_layers)  # fmt: skip
 
@@ -211,8 +212,9 @@ class _Program:
         *,
         has_cpu: bool,
         pinned: WeightSplit | None,
+        cpu_read: float = 1.0,
     ) -> None:
-        """Attention or MLP of a class."""
+        """Attention or MLP of a class; `cpu_read`: the share of its bytes that the CPU reads."""
         allowed = {"gpu": True, "cpu": has_cpu, "stream": self._form.weights_leave}
         gpu, cpu, stream = (self._add(f"{name}.{lane}", 0, np.inf if allowed[lane] else 0.0) for lane in LANES)
         self._row({gpu: 1.0, cpu: 1.0, stream: 1.0, num: -1.0}, 0.0, 0.0)
@@ -227,13 +229,13 @@ class _Program:
             self._idle[num] = self._idle.get(num, 0.0) + handover_s * MS
         else:
             self._idle[phase] = 1.0
-        self._count_bytes(gpu, cpu, stream, num_bytes, num_bytes)
+        self._count_bytes(gpu, cpu, stream, num_bytes, cpu_read=cpu_read)
 
-    def _count_bytes(self, gpu: str, cpu: str, stream: str, gpu_bytes: float, host_bytes: float) -> None:
-        self._gpu[gpu] = gpu_bytes / GIB
-        self._dram |= {cpu: host_bytes / GIB, stream: host_bytes / GIB}
-        self._read[cpu] = host_bytes
-        self._streamed[stream] = host_bytes
+    def _count_bytes(self, gpu: str, cpu: str, stream: str, num_bytes: float, *, cpu_read: float = 1.0) -> None:
+        self._gpu[gpu] = num_bytes / GIB
+        self._dram |= {cpu: num_bytes / GIB, stream: num_bytes / GIB}
+        self._read[cpu] = cpu_read * num_bytes
+        self._streamed[stream] = num_bytes
 
     def _add_keys(self) -> None:
         units, pinned = self._units, self._problem.pins.kv
@@ -280,7 +282,7 @@ class _Program:
         self._row({idle: 1.0, has_cpu: -handover}, low=0.0)
         self._row({idle: 1.0, phase: -1.0, has_cpu: gpu_ms + cpu_ms + handover}, low=0.0)
         self._path[phase], self._idle[idle] = 1.0, 1.0
-        self._count_bytes(gpu, cpu, stream, units.head_bytes, units.head_bytes)
+        self._count_bytes(gpu, cpu, stream, units.head_bytes)
 
     def _add_budgets(self, is_relaxed: bool) -> None:
         problem = self._problem

@@ -1,5 +1,6 @@
 """`calibrate` on small buffers: every part is there, what was interrupted goes on, plans can use the profile."""
 
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from ambidex.calibrate import cpu, run
+from ambidex.calibrate.launches import measure_launches
 from ambidex.calibrate.run import calibrate, measured_nodes, part_names
 from ambidex.cli.calibrate import show
 from ambidex.cli.main import AmbidexCommand
@@ -19,6 +21,7 @@ from ambidex.hw.profile import Machine
 from ambidex.hw.profile_file import read_profile
 from ambidex.hw.topology import read_topology
 from ambidex.kernels.cpu.native import ThreadPool
+from ambidex.kernels.linear import LinearContext, LinearOp
 
 HERE = Machine(cpu="Some CPU", cores=1, gpu=None)
 SMALL = 2**20
@@ -123,19 +126,34 @@ def test_measured_rates_are_bytes_over_seconds() -> None:
 
 
 def test_beside_a_gpu_the_faster_form_of_a_product_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forms take turns: the second of three is made out to be the fastest."""
+    """The forms take turns, each with a run that is not counted: the second of three is made out to be the fastest."""
     calls: list[int] = []
 
-    def measure(*_: object, **_words: object) -> list[float]:
+    def measure(*_: object) -> float:
         calls.append(len(calls))
-        return [0.5 if len(calls) % 3 == 2 else 1.0]
+        return 2.0 if calls[-1] // 2 % 3 == 1 else 1.0
 
-    monkeypatch.setattr(cpu, "measure_seconds", measure)
+    monkeypatch.setattr(cpu, "_pass_rate", measure)
     buffer = cpu.make_buffer(SMALL)
     points = cpu.measure_products(ThreadPool(1), "bf16", buffer, is_lane=True)
-    assert [num for num, _ in points] == list(cpu.TOKENS)
-    assert len(calls) == 3 * len(cpu.TOKENS)
-    size = 256 * 256 * 2
-    assert points[0] == (1, SMALL // size * size / 0.5)
+    assert points == [(num, 2.0) for num in cpu.TOKENS]
+    assert len(calls) == 2 * 3 * len(cpu.TOKENS)
     calls.clear()
-    assert len(cpu.measure_products(ThreadPool(1), "Q4_0", buffer, is_lane=True)) == len(calls)
+    assert 2 * len(cpu.measure_products(ThreadPool(1), "Q4_0", buffer, is_lane=True)) == len(calls)
+
+
+@pytest.mark.parametrize(("limit_s", "num_read"), [(-1.0, 1), (1e6, 8)])
+def test_a_run_ends_when_its_time_is_over_and_counts_what_it_read(
+    limit_s: float, num_read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "PASS_S", limit_s)
+    ticks = itertools.count()
+    monkeypatch.setattr(cpu.time, "perf_counter", lambda: float(next(ticks)))
+    context = LinearContext()
+    weights = [torch.zeros(rows, 8) for rows in range(1, 9)]
+    rate = cpu._pass_rate([LinearOp(context) for _ in weights], weights, torch.zeros(1, 8))
+    assert rate == sum(weight.nbytes for weight in weights[:num_read]) / num_read
+
+
+def test_launches_of_a_layer_take_a_time() -> None:
+    assert 1e-6 < measure_launches(torch.device("cpu")) < 1.0

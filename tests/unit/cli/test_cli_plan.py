@@ -14,9 +14,9 @@ from ambidex.core.dtypes import GPU_WEIGHT_KINDS
 from ambidex.hw.presets import make_profile
 from ambidex.hw.profile import Machine
 from ambidex.hw.profile_file import profile_json
-from ambidex.models.divided import measure_weights
 from ambidex.models.quantized import find_kept
 from ambidex.models.registry import build_model
+from ambidex.models.site_plans import measure_weights
 from quantized_files import make_file
 
 META = torch.device("meta")
@@ -120,6 +120,23 @@ def test_a_format_without_a_product_on_a_gpu_is_counted_as_what_loading_makes_of
     assert "a GPU has no product of Q4_K matrices" in result.stderr
     assert "of fp16 in memory" in result.stdout
     assert plan_of(folder, "--weights", "Q4_K", "--gpu", "none")["matrices_bytes"].keys() == {"Q4_K"}
+
+
+def test_neurons_that_are_left_out_make_a_step_shorter(folder: Path, tmp_path: Path) -> None:
+    machine = ("--gpu", "rtx3060-12g", "--gpu-memory", "8G")
+    dense, sparse = (plan_of(folder, *machine, *words) for words in ((), ("--mlp-sparsity", "cats:0.5")))
+    assert dense["decode"]["cpu_reads_of_mlps"] is None
+    assert sparse["decode"]["cpu_reads_of_mlps"] == pytest.approx(2 / 3)
+    assert sparse["decode"]["step_s"] < 0.9 * dense["decode"]["step_s"]
+    tables = run_plan(folder, *machine, "--mlp-sparsity", "cats:0.5").stdout
+    assert "the CPU reads 67 % of its part of MLPs" in tables
+    for words, message in (
+        (("--mlp-sparsity", "relu"), "needs a ReLU"),
+        (("--neuron-profile", str(tmp_path / "n.npz")), "is for --mlp-sparsity"),
+        (("--mlp-sparsity", "cats", "--neuron-profile", str(tmp_path / "n.npz")), "there is no neuron profile"),
+    ):
+        result = run_plan(folder, *machine, *words)
+        assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
 
 
 def test_without_a_gpu_all_lies_in_dram(folder: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import re
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +20,7 @@ import decode_gpu
 from ambidex.core.dtypes import DType
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.placement import LayerPlacement, Placement, WeightSplit
-from ambidex.cost.prefill import predict_prefill
+from ambidex.cost.prefill import WITH_DRAM, predict_prefill
 from ambidex.cost.step import predict_step
 from ambidex.cost.units import make_units
 from ambidex.cost.weights import PLAIN, count_weights
@@ -60,7 +61,7 @@ def profile_of(record: dict[str, Any]) -> HardwareProfile:
             name="h200", memory_bytes=1, read_bytes_per_s=gpu,
             products=presets.roofline(gpu * presets.GPU_PRODUCT_READ / presets.GPU_READ, {"bf16": 775e12}),
             attention_bytes_per_s=gpu * presets.GPU_ATTENTION / presets.GPU_READ,
-            layer_s=presets.GPU_LAYER_S,
+            layer_s=presets.GPU_LAYER_S, launch_s=presets.LAUNCH_S,
         ),
         cpu=CpuRates(
             name="xeon", num_threads=15, read_bytes_per_s=Curve(((15, dram),)),
@@ -129,15 +130,25 @@ def test_weights_of_a_step_are_the_records(subtests: pytest.Subtests) -> None:
                 assert record["weight_bytes"] == pytest.approx(read, rel=2e-3)
 
 
-def test_prompts_are_predicted_within_fifteen_percent_on_the_gpu_and_twenty_with_keys_in_dram() -> None:
-    """Those whose keys all lie on the GPU were fitted to; with keys in DRAM they are held out."""
+def test_prompts_are_predicted_within_fifteen_percent() -> None:
+    """Those whose keys all lie on the GPU were fitted to; with keys in DRAM they are held out.
+
+    What the host takes to launch a layer no record has as such: it is at most what the same run's prompt of 8K spent in
+    `forward`.
+    """
+    launches: dict[str, float] = {}
     for line in (RESULTS / "prefill_gpu.jsonl").read_text().splitlines():
         record = json.loads(line)
         settings = record["settings"]
         if settings["shape"] != "llama-3.1-8b":
             continue
         spec = spec_of(settings["shape"])
+        if settings["prompt"] == 8192:
+            num_layers = spec.num_layers * settings["prompt"] // settings["chunk"]
+            launches[record["date"]] = record["variants"]["split"]["sections_s"]["forward"] / num_layers / WITH_DRAM
         profile = profile_of({"read_bandwidth": {"median": 4.26e12}, "settings": settings})
+        assert profile.gpu is not None
+        profile = replace(profile, gpu=replace(profile.gpu, launch_s=launches[record["date"]]))
         weights = count_weights(spec, residence=PLAIN, dtype=DType.BF16)
         workload = Workload(prompt=settings["prompt"], chunk=settings["chunk"], context=settings["prompt"])
         near = (settings["num_sink_tokens"] + settings["recent_window"]) / settings["prompt"]
@@ -147,8 +158,7 @@ def test_prompts_are_predicted_within_fifteen_percent_on_the_gpu_and_twenty_with
                 KVShares(on_gpu=share, on_cpu=1 - share), dtype=DType.BF16,
             )  # fmt: skip
             took = record["variants"][variant]["prompt_s"]["median"]
-            limit = 0.15 if variant == "gpu" else 0.2
-            assert found.seconds == pytest.approx(took, rel=limit), (variant, settings["prompt"], found.seconds)
+            assert found.seconds == pytest.approx(took, rel=0.15), (variant, settings["prompt"], found.seconds)
 
 
 def test_a_step_with_weights_over_tiers_is_predicted_within_twenty_percent() -> None:

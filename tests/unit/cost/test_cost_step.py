@@ -24,7 +24,7 @@ SPEC = ModelSpec(
 PROFILE = HardwareProfile(
     machine=None, date="", source="by hand",
     gpu=GpuRates(name="g", memory_bytes=1 << 30, read_bytes_per_s=1e12, attention_bytes_per_s=5e11, layer_s=1e-5,
-                 products=Products({"bf16": Curve(((1, 1e12), (4096, 1e12)))})),
+                 launch_s=1e-6, products=Products({"bf16": Curve(((1, 1e12), (4096, 1e12)))})),
     cpu=CpuRates(name="c", num_threads=4, read_bytes_per_s=Curve(((4, 5e10),)),
                  products=Products({"bf16": Curve(((1, 4e10), (8, 4e10)))}), attention_bytes_per_s={"bf16": 5e10},
                  layer_s=1e-5, step_s=1e-4, request_s=1e-5),
@@ -119,6 +119,25 @@ def test_weights_in_dram_travel_for_each_chunk_of_a_prompt() -> None:
         SPEC, WEIGHTS, PROFILE, Workload(prompt=8, chunk=8, context=8), placement, KVShares(), dtype=DType.BF16
     )
     assert small.how == "the CPU"
+
+
+def test_where_the_host_is_slow_a_prompt_waits_for_its_launches() -> None:
+    workload = Workload(prompt=1024, chunk=256, context=1024)
+    assert PROFILE.gpu is not None
+    slow = dataclasses.replace(PROFILE, gpu=dataclasses.replace(PROFILE.gpu, launch_s=1.0))
+    for kv, times in ((KVShares(), 1.0), (KVShares(on_gpu=0.5, on_cpu=0.5), 2.0)):
+        found = predict_prefill(SPEC, WEIGHTS, slow, workload, Placement.all_on_gpu(2), kv, dtype=DType.BF16)
+        assert found.seconds == pytest.approx(4 * (2 * times + 1e-4))
+        assert found.binds == "the host's launches"
+
+
+def test_keys_for_dram_are_written_over_the_link() -> None:
+    workload = Workload(prompt=256, chunk=256, context=256)
+    near, away = (
+        predict_prefill(SPEC, WEIGHTS, PROFILE, workload, Placement.all_on_gpu(2), kv, dtype=DType.BF16).seconds
+        for kv in (KVShares(), KVShares(on_gpu=0.0, on_cpu=1.0))
+    )
+    assert away - near == pytest.approx(256 * 2 * KV / 1e10)
 
 
 def test_visible_tokens_end_at_the_window() -> None:

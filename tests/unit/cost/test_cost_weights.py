@@ -17,9 +17,10 @@ from ambidex.kernels.linear import LinearContext
 from ambidex.kernels.reference.quantized import RECORD_BYTES
 from ambidex.layers.linear import Linear
 from ambidex.models.base import CausalLM
-from ambidex.models.divided import DividedWeights, RingSizes, measure_weights, plan_sites
+from ambidex.models.divided import DividedWeights
 from ambidex.models.quantized import count_weights_bytes, find_kept
 from ambidex.models.registry import build_model
+from ambidex.models.site_plans import RingSizes, measure_weights, plan_sites
 from quantized_files import MIXED, make_file
 from tiny_models import ALIBI_VARIANTS, VARIANTS, save_tiny_model
 
@@ -51,7 +52,7 @@ def allocate(spec: ModelSpec, kinds: dict[str, str], split: WeightSplit, dtype: 
     placement = Placement(layers=(LayerPlacement(attention=split, mlp=split),) * spec.num_layers, head=split)
     divided = DividedWeights(
         model,
-        plan_sites(model, placement, chunk_size=2**14, kinds=kinds),
+        plan_sites(model, placement, chunk_bytes=2**15, number_bytes=2, kinds=kinds),
         sizes=RingSizes(chunk_bytes=2**15),
         device=torch.device("cpu"),
         dtype=dtype,

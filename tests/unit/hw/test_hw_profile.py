@@ -99,7 +99,7 @@ def test_a_file_without_a_value_names_it(keys: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "has version 2, version 1 is read here"),
+        ({"version": 1}, "has version 1, version 2 is read here"),
         ({"more": 1}, "unknown keys .more."),
         ({"date": 7}, "`date` is '7': it must be of type str"),
         ({"cpu": {**profile_json(PROFILE)["cpu"], "step_s": -1.0}}, "`step_s` is -1.0: it must be above 0"),

@@ -54,3 +54,15 @@ def test_rates_of_the_cpu_are_measured_for_every_size() -> None:
     assert all(rate > 0 for rate in rates.values())
     assert most_native_tokens in (0, *TOKENS)
     assert linear.most_native_tokens == most_native_tokens
+
+
+def test_products_with_quantised_weights_are_native_whatever_was_measured() -> None:
+    """The same product was timed as two forms, and noise chose between them."""
+    shape = SiteShape(num_in=64, num_rows=64, kind="Q4_0")
+    linear = LinearContext(ThreadPool(1), most_native_tokens=0)
+    memory = torch.zeros(shape.num_bytes(64, 2), dtype=torch.uint8)
+    rates, most_native_tokens = measure_cpu(
+        [Part(Rows(shape, range(64), memory, torch.bfloat16), None, linear)], linear
+    )
+    assert list(rates) == list(TOKENS)
+    assert most_native_tokens == linear.most_native_tokens == TOKENS[-1]

@@ -14,8 +14,9 @@ from ambidex.formats.locate import find_model
 from ambidex.kernels.linear import LinearContext
 from ambidex.layers.split_matrix import Piece, SplitMatrix
 from ambidex.models.base import CausalLM
-from ambidex.models.divided import DividedWeights, RingSizes, count_bytes, measure_weights, plan_sites
+from ambidex.models.divided import DividedWeights
 from ambidex.models.registry import build_model
+from ambidex.models.site_plans import RingSizes, count_bytes, measure_weights, plan_sites
 from ambidex.models.weights import load_weights, make_dummy_weights
 from small_checkpoints import CONFIG, CPU, FALCON_40B, TIED, make_checkpoint
 
@@ -32,7 +33,7 @@ def divide(config: dict[str, object], placement: Placement) -> tuple[CausalLM, D
     linear = LinearContext()
     divided = DividedWeights(
         model,
-        plan_sites(model, placement, chunk_size=RING.chunk_bytes // 4),
+        plan_sites(model, placement, chunk_bytes=RING.chunk_bytes, number_bytes=4),
         sizes=RING,
         device=CPU,
         dtype=torch.float32,
@@ -66,7 +67,7 @@ def test_every_piece_holds_what_the_file_holds(config: dict[str, object], tmp_pa
 )
 def test_counted_bytes_are_what_is_allocated(split: WeightSplit, config: dict[str, object]) -> None:
     skeleton = build_model(spec_from_hf(config), device=torch.device("meta"), dtype=torch.float32)
-    plans = plan_sites(skeleton, placement_of(split), chunk_size=RING.chunk_bytes // 4)
+    plans = plan_sites(skeleton, placement_of(split), chunk_bytes=RING.chunk_bytes, number_bytes=4)
     counted = count_bytes(plans, RING, 4)
     _, divided = divide(config, placement_of(split))
     assert divided.num_bytes == (counted.on_gpu, counted.on_cpu + counted.streamed)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import torch
@@ -21,6 +22,7 @@ from ambidex.core.policy import PolicyName, resolve_policy
 from ambidex.core.sparsity import OFF, NeuronCache, SparsityKind
 from ambidex.core.step import make_buckets
 from ambidex.core.units import format_size
+from ambidex.cost.sparsity import expected_reads
 from ambidex.cost.weights import DIVIDED_ON_CPU, DIVIDED_ON_GPU, PLAIN, WHOLE_ON_CPU, Residence
 from ambidex.engine.auto_placement import AUTO, AutoPlacement, Budgets, solve_weights
 from ambidex.engine.bounded_form import BoundedForm, choose_bounded_form
@@ -50,7 +52,7 @@ from ambidex.engine.weights_plan import (
 from ambidex.formats.locate import ModelSource, find_model
 from ambidex.formats.spec import read_spec
 from ambidex.hw.memory import read_memory
-from ambidex.hw.profile import HardwareProfile, Machine
+from ambidex.hw.profile import Curve, HardwareProfile, Machine
 from ambidex.hw.profile_file import default_path, read_profile
 from ambidex.hw.topology import read_topology
 from ambidex.kernels.cpu.native import ThreadPool
@@ -58,7 +60,9 @@ from ambidex.kernels.dispatch import choose
 from ambidex.kernels.reference.quantized import RECORD_BYTES as GPU_KINDS
 from ambidex.layers.linear import Linear
 from ambidex.models.base import CausalLM
-from ambidex.models.divided import (
+from ambidex.models.quantized import count_weights_bytes, find_kept
+from ambidex.models.registry import build_model
+from ambidex.models.site_plans import (
     ALIGNMENT_BYTES,
     DividedBytes,
     RingSizes,
@@ -68,8 +72,6 @@ from ambidex.models.divided import (
     most_moved_pairs,
     plan_sites,
 )
-from ambidex.models.quantized import count_weights_bytes, find_kept
-from ambidex.models.registry import build_model
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.device import TORCH_DTYPES, activation_dtype, choose_device, choose_dtype, keeps_quantized
 from ambidex.storage.host_memory import HostMemory
@@ -205,8 +207,7 @@ def make_choices(
         profile=profile,
         dummy_kind=dummy_kind,
         stream_blocks=stream.step_blocks if stream is not None else 0,
-        skips_neurons=sparsity is not None,
-        screens_rows=sparsity is not None and sparsity.sparsity.kind is SparsityKind.RELU_SCREENED,
+        sparsity=sparsity,
     )  # fmt: skip
     if weights.placement is not None:
         check_placement(config, looks_ahead=Need.LOOK_AHEAD in policy.needs, placement=weights.placement)
@@ -261,18 +262,17 @@ def _choose_weights(
     profile: HardwareProfile | None,
     dummy_kind: str | None,
     stream_blocks: int,
-    skips_neurons: bool,
-    screens_rows: bool,
+    sparsity: SparsityChoice | None,
 ) -> WeightChoices:
     """Where weights lie: as a file or the solver says, or what fits on the accelerator there and the rest in DRAM.
 
     Args:
-        screens_rows: whether it has 8-bit copies of first rows.
-        skips_neurons: whether the CPU leaves out neurons; then all that lies in DRAM is its part, of which the rates
-            that are measured at start give some to the link.
+        sparsity: what the CPU leaves out; if it does, all that lies in DRAM is its part where nobody has solved for it,
+            of which the rates that are measured at start give some to the link.
     Raises:
         ConfigError: the file cannot be used, or what cannot be divided does not fit.
     """
+    skips_neurons = sparsity is not None
     as_stored = find_kept(spec) if keeps_quantized else {}
     kinds = as_stored if device.type == "cpu" else _find_kinds_for_gpu(config, spec)
     if dummy_kind is not None:
@@ -281,11 +281,11 @@ def _choose_weights(
     total = sum(count_weights_bytes(skeleton, as_stored).values())
     budget = find_gpu_budget(config, free)
     ring = ring or RingSizes(chunk_bytes=chunk_bytes_for(budget), num_slots=NUM_SLOTS)
-    chunk_size = ring.chunk_bytes // dtype.num_bytes
+    cut = partial(plan_sites, skeleton, chunk_bytes=ring.chunk_bytes, number_bytes=dtype.num_bytes)
     auto: AutoPlacement | None = None
     if config.placement == AUTO:
         profile = profile or _read_profile(device)
-        num_parts = len(plan_sites(skeleton, Placement.all_on_gpu(spec.num_layers), chunk_size=chunk_size))
+        num_parts = len(cut(Placement.all_on_gpu(spec.num_layers)))
         auto = solve_weights(
             config,
             spec,
@@ -301,6 +301,7 @@ def _choose_weights(
             ),
             residence=_find_residence(device, has_kinds=bool(kinds), is_whole=profile.gpu is None),
             kind=dummy_kind,
+            mlp_reads=_find_reads(spec, sparsity, dtype),
         )
         placement, why = auto.placement, auto.why
         if placement.is_all_on_gpu and (device.type == "cpu" or not kinds):  # else only divided ones stay as stored
@@ -318,7 +319,7 @@ def _choose_weights(
         sizes = measure_weights(skeleton, dtype.num_bytes, kinds=kinds, whole_kinds=as_stored)
         share = STREAMED_SHARE if device.type == "cuda" and not skips_neurons else 0.0
         in_dram = fill_placement(sizes, 0, streamed_share=share)
-        nothing = plan_sites(skeleton, in_dram, chunk_size=chunk_size, kinds=kinds)
+        nothing = cut(in_dram, kinds=kinds)
         least = sizes.whole + count_bytes(nothing, ring, dtype.num_bytes).ring + ALIGNMENT_BYTES * len(nothing)
         if config.neuron_cache is not NeuronCache.OFF:
             least += config.neuron_move_memory
@@ -330,15 +331,9 @@ def _choose_weights(
         placement = fill_placement(sizes, wanted - least, streamed_share=share)
     movable = MOVABLE_SHARE if config.tune_weights else 0.0
     sizes = measure_weights(skeleton, dtype.num_bytes, kinds=kinds, whole_kinds=as_stored)
-    plans = plan_sites(
-        skeleton,
-        placement,
-        chunk_size=chunk_size,
-        kinds=kinds,
-        movable_share=movable,
-        skips_neurons=skips_neurons,
-    )
+    plans = cut(placement, kinds=kinds, movable_share=movable, skips_neurons=skips_neurons)
     parts = count_bytes(plans, ring, dtype.num_bytes)
+    screens_rows = sparsity is not None and sparsity.sparsity.kind is SparsityKind.RELU_SCREENED
     screens = count_screens(plans) if screens_rows else 0
     pairs, moving = 0, 0
     if config.neuron_cache is not NeuronCache.OFF:
@@ -360,6 +355,13 @@ def _choose_weights(
         auto=auto,
         moved_pairs=pairs,
     )
+
+
+def _find_reads(spec: ModelSpec, sparsity: SparsityChoice | None, dtype: DType) -> Curve | None:
+    """Shares of MLPs that the CPU reads; None: all."""
+    if sparsity is None:
+        return None
+    return expected_reads(spec, sparsity.sparsity, sparsity.profile, number_bytes=dtype.num_bytes)
 
 
 def _find_residence(device: torch.device, *, has_kinds: bool, is_whole: bool) -> Residence:

@@ -18,9 +18,7 @@ from ambidex.engine.weights_plan import (
 )
 from ambidex.kernels.cpu import native
 from ambidex.kernels.dispatch import find_fallbacks
-from ambidex.models.divided import (
-    DividedWeights,
-)
+from ambidex.models.divided import DividedWeights
 from ambidex.models.quantized import describe_kept
 from ambidex.storage.kv_pool import KVPool
 

@@ -37,9 +37,7 @@ from ambidex.kv.manager import KVManager
 from ambidex.kv.prefix_cache import PrefixCacheLimits
 from ambidex.mlp.split_site import Level
 from ambidex.models.base import CausalLM
-from ambidex.models.divided import (
-    RingSizes,
-)
+from ambidex.models.site_plans import RingSizes
 from ambidex.models.weight_moves import CopyChunk, copy_chunk
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.graphs import Capture, CudaCapture

@@ -3,12 +3,11 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError
 from ambidex.core.model_spec import ModelSpec
-from ambidex.core.sparsity import MLPSparsity, SparsityKind, parse_sparsity
+from ambidex.core.sparsity import ASSUMED_ACTIVE, MLPSparsity, SparsityKind, parse_sparsity
 from ambidex.core.sparsity import NeuronCache as CacheChoice
 from ambidex.engine.report import ReportRow
 from ambidex.formats.locate import ModelSource
@@ -16,10 +15,6 @@ from ambidex.formats.neuron_profile import NeuronProfile, default_neuron_path, f
 from ambidex.mlp.neuron_cache import NeuronCache
 from ambidex.mlp.sparse_side import FormCosts, ScreenCosts
 from ambidex.models.base import CausalLM
-
-ASSUMED_ACTIVE: Final = 0.1
-"""Of the neurons behind a ReLU, where no profile says it: between OPT's 2 to 4 % and the 10 to 30 % of models that were
-given a ReLU later (arXiv:2312.12456). It only divides DRAM's weights between CPU and link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

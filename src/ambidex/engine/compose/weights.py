@@ -21,11 +21,9 @@ from ambidex.mlp.sparse_rates import NO_COSTS, measure_costs, measure_screens, s
 from ambidex.mlp.sparse_side import SparseContext, SparsityCounts
 from ambidex.mlp.split_site import Level, WeightLanes
 from ambidex.models.base import CausalLM
-from ambidex.models.divided import (
-    DividedWeights,
-    plan_sites,
-)
+from ambidex.models.divided import DividedWeights
 from ambidex.models.registry import build_model
+from ambidex.models.site_plans import plan_sites
 from ambidex.models.weights import load_weights, make_dummy_weights
 from ambidex.runner.device import TORCH_DTYPES, activation_dtype
 from ambidex.storage.host_memory import HostMemory
@@ -93,7 +91,8 @@ def load_model(
             plan_sites(
                 model,
                 choices.weights.placement,
-                chunk_size=sizes.chunk_bytes // choices.dtype.num_bytes,
+                chunk_bytes=sizes.chunk_bytes,
+                number_bytes=choices.dtype.num_bytes,
                 kinds=choices.weights.kinds,
                 movable_share=choices.weights.movable_share,
                 skips_neurons=choices.sparsity is not None,

@@ -8,9 +8,13 @@ y[t, n] = Σ over blocks b of d[n, b] · Σ over k of x[t, 32 b + k] · q[n, 32 
 Q4_0 or Q4_1 the numbers 8 l + 2 p in bits 4 p and 8 l + 2 p + 1 in bits 16 + 4 p, in Q4_0 each more by 8. So integers
 of a record are taken as they come, and the numbers of x in the same order. Integers are exact in every format of x;
 scales are applied to sums.
+
+With many tokens each tile of them would take the integers apart anew. Then some rows at a time are widened to the
+format of x, in their order in memory, and torch multiplies them.
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Final
 
 import torch
@@ -23,6 +27,15 @@ RECORD_BYTES: Final[Mapping[str, int]] = {"Q8_0": 32 + 8 * 64, "Q4_0": 32 + 4 * 
 """Types with a kernel, and bytes of a record of 16 rows and 32 numbers."""
 _TILE_N: Final = 64
 """Rows of a program: 4 groups; a matrix of 8192 rows makes 128 programs, one for each multiprocessor."""
+
+MOST_TILED_TOKENS: Final = 64
+"""Up to one tile of tokens, which takes each integer apart once. With two tiles widening costs as much: a number is
+written and read once more in 16 bits, 4 bytes beside the kernel's half byte, at a rate some 5 times the kernel's."""
+_PIECE_NUMBERS: Final = 1 << 24
+"""That are widened at a time: 32 MiB in 16 bits; 2048 rows of 8192 numbers make with 1024 tokens a product that fills a
+GPU, beside which two launches are nothing."""
+_ITEMS: Final = 128
+"""Rows of blocks that a program widens: those of 8 records, 4096 numbers."""
 
 
 @triton.jit
@@ -70,6 +83,35 @@ def _multiply_kernel(
     tl.store(out, acc.to(y_ptr.dtype.element_ty), mask=is_token[:, None] & (rows < num_rows)[None, :])
 
 
+@triton.jit
+def _widen_kernel(
+    words_ptr, scales_ptr, out_ptr, num_items, num_blocks,
+    RECORD: tl.constexpr, HEAD: tl.constexpr, OFFSET: tl.constexpr, LINES: tl.constexpr, PER_WORD: tl.constexpr,
+    ITEMS: tl.constexpr,
+):  # fmt: skip
+    item = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)  # record after record, of each its 16 rows
+    is_item = item < num_items
+    row, record = item % 16, item // 16
+    line, place = tl.arange(0, LINES), tl.arange(0, PER_WORD)
+    shift = place * (32 // PER_WORD)
+    words = tl.load(
+        words_ptr + ((record * RECORD + HEAD) // 4 + row)[:, None] + line[None, :] * 16, mask=is_item[:, None], other=0
+    )  # [ITEMS, LINES]
+    scales = tl.load(scales_ptr + record * RECORD // 2 + row, mask=is_item, other=0.0).to(tl.float32)
+    if PER_WORD == 4:
+        numbers = (words[:, :, None] << (24 - shift)[None, None, :]) >> 24  # the sign comes along
+    else:
+        numbers = ((words[:, :, None] >> shift[None, None, :]) & 15) - OFFSET
+    values = tl.reshape(numbers, (ITEMS, 32)).to(tl.float32) * scales[:, None]
+    if HEAD == 64:
+        minima = tl.load(scales_ptr + record * RECORD // 2 + 16 + row, mask=is_item, other=0.0).to(tl.float32)
+        values += minima[:, None]
+    to = (record // num_blocks * 16 + row) * num_blocks * 32 + record % num_blocks * 32
+    tl.store(
+        out_ptr + to[:, None] + tl.arange(0, 32)[None, :], values.to(out_ptr.dtype.element_ty), mask=is_item[:, None]
+    )
+
+
 def multiply(x: Tensor, data: Tensor, kind: str, num_rows: int) -> Tensor:
     """The product with a packed matrix.
 
@@ -86,11 +128,50 @@ def multiply(x: Tensor, data: Tensor, kind: str, num_rows: int) -> Tensor:
         return y
     if x.stride(1) != 1:
         x = x.contiguous()
+    if num_tokens > MOST_TILED_TOKENS:
+        _multiply_widened(x, data, kind, y)
+        return y
     tile_t = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
     _multiply_kernel[(triton.cdiv(num_rows, _TILE_N), triton.cdiv(num_tokens, tile_t))](
         x, data.view(torch.int32), data.view(torch.float16), y, num_tokens, num_rows, width // 32, x.stride(0),
-        y.stride(0), RECORD=RECORD_BYTES[kind], HEAD=64 if kind == "Q4_1" else 32, OFFSET=8 if kind == "Q4_0" else 0,
-        LINES=8 if kind == "Q8_0" else 4, PER_WORD=4 if kind == "Q8_0" else 8, TILE_T=tile_t, TILE_N=_TILE_N,
-        num_warps=4,
+        y.stride(0), **_layout(kind), TILE_T=tile_t, TILE_N=_TILE_N, num_warps=4,
     )  # fmt: skip
     return y
+
+
+def _multiply_widened(x: Tensor, data: Tensor, kind: str, y: Tensor) -> None:
+    """Some rows after the other, in the format of x."""
+    (num_tokens, width), num_rows = x.shape, y.shape[1]
+    num_blocks = width // 32
+    x = x.view(num_tokens, num_blocks, 32)[:, :, _order(kind, x.device)].view(num_tokens, width)
+    num_groups = max(1, _PIECE_NUMBERS // (GROUP_ROWS * width))
+    scratch = torch.empty((min(num_groups, len(data)) * GROUP_ROWS, width), dtype=x.dtype, device=x.device)
+    for first in range(0, len(data), num_groups):
+        piece = data[first : first + num_groups]
+        num_items = len(piece) * num_blocks * GROUP_ROWS
+        _widen_kernel[(triton.cdiv(num_items, _ITEMS),)](
+            piece.view(torch.int32), piece.view(torch.float16), scratch, num_items, num_blocks, **_layout(kind),
+            ITEMS=_ITEMS, num_warps=4,
+        )  # fmt: skip
+        start = first * GROUP_ROWS
+        stop = min(num_rows, start + len(piece) * GROUP_ROWS)
+        torch.mm(x, scratch[: stop - start].T, out=y[:, start:stop])
+
+
+def _layout(kind: str) -> dict[str, int]:
+    """A record's, as kernels take it."""
+    return {
+        "RECORD": RECORD_BYTES[kind],
+        "HEAD": 64 if kind == "Q4_1" else 32,
+        "OFFSET": 8 if kind == "Q4_0" else 0,
+        "LINES": 8 if kind == "Q8_0" else 4,
+        "PER_WORD": 4 if kind == "Q8_0" else 8,
+    }
+
+
+@cache
+def _order(kind: str, device: torch.device) -> Tensor:
+    """[32] int64: which number of a block is the k-th one in memory."""
+    within = (0, 2, 1, 3) if kind == "Q8_0" else (0, 2, 4, 6, 1, 3, 5, 7)
+    numbers = [start + number for start in range(0, 32, len(within)) for number in within]
+    return torch.tensor(numbers, device=device)

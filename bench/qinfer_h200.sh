@@ -1,0 +1,107 @@
+#!/bin/sh
+# Weights beyond GPU memory, on a GPU machine, with the memory capped in software: about 12 minutes on an H200.
+#
+#   bench/qinfer_h200.sh OUT [PART ...]        PYTHON=python3 unless set; QUICK=1: tiny shapes on the CPU, to try it
+#
+# Records are appended in OUT, a line a command. Parts, in this order if none is named:
+#
+#   opt          OPT-30B bf16, 24 GiB: this engine, whole layers on CPU or GPU, streaming; batch 1, 8, 64     200 s
+#   sparsity     the same with an activation pattern: dense, ReLU skipping, screens, hot neurons; batch 1, 64 130 s
+#   70b          Llama-2-70B Q4_0, 16 GiB: batch 1, 8, 16; a prompt of 1,024 tokens                            90 s
+#   predictions  step time and memory of configurations that nothing was fitted to                       70 + 170 s
+#   grid         Qwen2.5-14B, 12 GB, batch 16, 8K each: the solver against a grid                             120 s
+#   tuner        OPT-30B's layers, batch 1, 64, 1: weights that move against the best that stay                90 s
+#   70b-16k      only if named: Llama-2-70B Q4_0 with 16K tokens each, batch 1, 8                              90 s
+#
+# The last three but one begin with a calibration (70 s), once for an OUT.
+set -u
+if [ $# -lt 1 ]; then
+  sed -n '2,5p' "$0" >&2
+  exit 2
+fi
+out=$(realpath -m "$1")
+shift
+repo=$(cd "$(dirname "$0")/.." && pwd)
+python=${PYTHON-python3}
+quick=${QUICK-}
+[ $# -gt 0 ] || set -- opt sparsity 70b predictions grid tuner
+mkdir -p "$out"
+failed="$out/failed.txt"
+rm -f "$failed"
+
+# LIMIT COMMAND ...: in so many seconds; what fails is said, and the others run all the same.
+run() {
+  limit=$1
+  shift
+  timeout "$limit" "$@" || {
+    echo "   ended with code $? (limit ${limit} s): $*" >&2
+    echo "$*" >> "$failed"
+  }
+}
+
+# LIMIT OPTION ...: of decode_weights.py.
+weights() {
+  limit=$1
+  shift
+  if [ -n "$quick" ]; then
+    set -- "$@" --device cpu --dtype fp32 --gpu-memory 20MiB --steps 2 --context 24 --chunk 32
+  fi
+  run "$limit" "$python" "$repo/bench/decode_weights.py" --output "$out/decode_weights.jsonl" "$@" |
+    grep -v '^      weights_gpu_memory\|^/'
+}
+
+calibrated() {
+  [ -n "$quick" ] || [ -f "$out/profile.json" ] ||
+    run 200 "$python" -m ambidex calibrate --profile "$out/profile.json" > "$out/calibrate.txt"
+}
+
+# LIMIT SCRIPT OPTION ...: of those that plan.
+planned() {
+  limit=$1 script=$2
+  shift 2
+  calibrated
+  if [ -n "$quick" ]; then
+    set -- --quick --steps 6
+  else
+    set -- --profile "$out/profile.json" "$@"
+  fi
+  run "$limit" "$python" "$repo/bench/$script.py" --output "$out/$script.jsonl" "$@"
+}
+
+shape() { [ -n "$quick" ] && echo "$2" || echo "$1"; }
+
+for part in "$@"; do
+  began=$(date +%s)
+  echo "== $part"
+  case $part in
+    opt)
+      weights 100 --shape "$(shape opt-30b tiny-opt)" --placement ours --batches 1,8,64 --steps 6
+      weights 110 --shape "$(shape opt-30b tiny-opt)" --placement layer_split --batches 1,8,64 --steps 3
+      weights 100 --shape "$(shape opt-30b tiny-opt)" --placement streamed --batches 1,8,64 --steps 3
+      ;;
+    sparsity)
+      export OMP_WAIT_POLICY=passive
+      weights 150 --shape "$(shape opt-30b tiny-opt)" --batches 1 --steps 16 \
+        --sparsity off,relu,relu-screened,relu-screened+dynamic
+      weights 90 --shape "$(shape opt-30b tiny-opt)" --batches 64 --steps 5 --sparsity off,relu
+      unset OMP_WAIT_POLICY
+      ;;
+    70b)
+      weights 110 --shape "$(shape llama-2-70b tiny)" --kind Q4_0 --gpu-memory 16GiB --batches 1,8,16 --steps 8
+      weights 60 --shape "$(shape llama-2-70b tiny)" --kind Q4_0 --gpu-memory 16GiB --batches 1 --steps 2 --context 1024
+      ;;
+    70b-16k)
+      weights 200 --shape "$(shape llama-2-70b tiny)" --kind Q4_0 --gpu-memory 16GiB --batches 1,8 --steps 4 \
+        --context 16384 --random-prompts
+      ;;
+    predictions) planned 240 predictions --budget-s 170 --steps 8 ;;
+    grid) planned 200 solver_grid --budget-s 110 --steps 5 ;;
+    tuner) planned 150 tuner_run --layers 10 --gpu-memory 7GiB --steps 50 ;;
+    *)
+      echo "there is no part $part: see the head of $0" >&2
+      exit 2
+      ;;
+  esac
+  echo "   $part took $(($(date +%s) - began)) s"
+done
+[ ! -s "$failed" ]
