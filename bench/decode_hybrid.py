@@ -31,8 +31,10 @@ import decode_gpu
 from ambidex import EngineConfig
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import DeviceKind, DTypeChoice, Graphs, KVDTypeChoice, LoadFormat
+from ambidex.core.dtypes import DType
 from ambidex.core.errors import AmbidexError
 from ambidex.core.ids import Lane
+from ambidex.core.kv_spec import KVOrder, KVSpec, scan_bytes_per_block
 from ambidex.core.policy import PolicyName
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
@@ -53,8 +55,10 @@ INT8_STD: Final = 30.0
 class RandomPrompts:
     """Calls the model for decode steps alone; in others, K and V are what the pools were filled with at the first."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, score_spread: float | None) -> None:
         self._width = width
+        dummy_std = DUMMY_STD * width**0.5
+        self._key_std = dummy_std if score_spread is None else score_spread / dummy_std
         self._is_filled = False
 
     def __call__(self, model: CausalLM, batch: InputBatch, attention: AttentionOp) -> Tensor:
@@ -62,7 +66,7 @@ class RandomPrompts:
             return call_model(model, batch, attention)
         if not self._is_filled:
             self._is_filled = True
-            fill_pools(attention, key_std=DUMMY_STD * self._width**0.5)
+            fill_pools(attention, key_std=self._key_std)
         dtype = next(model.parameters()).dtype
         return torch.zeros(len(batch.token_ids), self._width, dtype=dtype, device=batch.token_ids.device)
 
@@ -70,7 +74,8 @@ class RandomPrompts:
 def fill_pools(attention: TieredAttention, *, key_std: float) -> None:
     """Fill the pools of both tiers with numbers of a normal distribution, the same for every few blocks.
 
-    Keys spread as those do that dummy weights would give, so scores do as well (`models/weights.py`).
+    With the spread of keys that dummy weights give, scores have theirs, too (`models/weights.py`): a standard deviation
+    of that spread squared, since queries have it as well.
     """
     for pool in attention.pools.values():
         for part, std in zip(pool.tensors, (key_std, 1.0, key_std, 1.0), strict=False):
@@ -101,7 +106,9 @@ def main() -> int:
             width = int(decode_gpu.SHAPES[options.shape]["hidden_size"])  # type: ignore[call-overload]
             form = None if options.device is DeviceKind.CUDA else DecodeForm.FIXED
             start = time.perf_counter()
-            engine = build_engine(make_config(folder, options, args), forward=RandomPrompts(width), decode_form=form)
+            engine = build_engine(
+                make_config(folder, options, args), forward=RandomPrompts(width, args.score_spread), decode_form=form
+            )
             load_s = time.perf_counter() - start
             weight_bytes = decode_gpu.count_weight_bytes(folder, options.dtype)
     except AmbidexError as error:
@@ -130,6 +137,7 @@ def main() -> int:
         "bench": "decode_hybrid", **opening,
         "settings": {"shape": options.shape, "dtype": options.dtype.value, "kv_dtype": args.kv_dtype.value,
                      "policy": args.policy.value, "max_dropped_mass": args.max_dropped_mass,
+                     "score_spread": args.score_spread,
                      "steps": options.steps, "block_size": decode_gpu.BLOCK_SIZE, "sink": args.sink,
                      "recent": args.recent, "stream_share": engine.report.value("compute", "stream_share"),
                      "stream_why": engine.report.why("compute", "stream_share"), "threads": lane.num_threads,
@@ -161,6 +169,8 @@ def parse_options() -> tuple[decode_gpu.Options, argparse.Namespace]:
     parser.add_argument("--policy", type=PolicyName, choices=[PolicyName.EXACT, PolicyName.BOUNDED],
                         default=PolicyName.EXACT, help="which keys are attended")  # fmt: skip
     parser.add_argument("--max-dropped-mass", type=float, default=0.01, help="of each softmax, with bounded")
+    parser.add_argument("--score-spread", type=float, help="standard deviation of scores in nats, of a normal "
+                        "distribution; default: that of dummy weights, 1.6 with llama-3.1-8b")  # fmt: skip
     parser.add_argument("--device", type=DeviceKind, choices=list(DeviceKind), default=DeviceKind.CUDA, help="where")
     parser.add_argument("--dtype", type=DTypeChoice, choices=[c for c in DTypeChoice if c is not DTypeChoice.AUTO],
                         default=DTypeChoice.BF16, help="number format")  # fmt: skip
@@ -171,6 +181,8 @@ def parse_options() -> tuple[decode_gpu.Options, argparse.Namespace]:
         points = tuple(decode_gpu.Point.parse(word) for word in args.points.split(","))
     except ValueError as error:
         parser.error(f"--points: {error}, as in 1x2048,16x8192")
+    if args.score_spread is not None and not args.score_spread > 0:
+        parser.error(f"--score-spread: expected more than 0, got {args.score_spread}")
     if min(args.steps, args.recent) < 1 or args.sink < 0:
         parser.error("--steps and --recent must be at least 1, --sink at least 0")
     options = decode_gpu.Options(
@@ -203,16 +215,25 @@ def make_config(folder: str, options: decode_gpu.Options, args: argparse.Namespa
         **({"max_dropped_mass": args.max_dropped_mass} if args.policy is PolicyName.BOUNDED else {}),
     )
     num_tokens = max(point.batch * (point.context + more + decode_gpu.BLOCK_SIZE) for point in options.points)
+    kv = kv_in_dram(options, args)
+    block_bytes = kv.bytes_per_block
+    if args.policy is PolicyName.BOUNDED:
+        block_bytes += scan_bytes_per_block(kv)
+    num_blocks = -(-num_tokens // decode_gpu.BLOCK_SIZE)
+    return dataclasses.replace(config, dram_memory=num_blocks * block_bytes)
+
+
+def kv_in_dram(options: decode_gpu.Options, args: argparse.Namespace) -> KVSpec:
+    """The KV cache of the shape as the DRAM tier keeps it."""
     shape = decode_gpu.SHAPES[options.shape]
-    heads = int(shape.get("num_key_value_heads", shape["num_attention_heads"]))  # type: ignore[call-overload]
-    layers = int(shape["num_hidden_layers"])  # type: ignore[call-overload]
-    dim = int(shape["hidden_size"]) // int(shape["num_attention_heads"])  # type: ignore[call-overload]
-    size = {"fp32": 4, "int8": 1}.get(str(args.kv_dtype if args.kv_dtype != "auto" else options.dtype), 2)
-    # Rows in tile order are padded; scales of int8 rows take 4 bytes.
-    bytes_per_token = 2 * layers * heads * (-(-dim // 32) * 32 * size + 4)
-    if args.policy is PolicyName.BOUNDED:  # keys once more, as they are and in 8 bits; with int8 norms alone
-        bytes_per_token += layers * heads * (-(-dim // 32) * 32 * (3 if size > 1 else 0) + 8)
-    return dataclasses.replace(config, dram_memory=num_tokens * bytes_per_token)
+    return KVSpec(
+        num_layers=int(shape["num_hidden_layers"]),  # type: ignore[call-overload]
+        num_kv_heads=int(shape.get("num_key_value_heads", shape["num_attention_heads"])),  # type: ignore[call-overload]
+        head_dim=int(shape["hidden_size"]) // int(shape["num_attention_heads"]),  # type: ignore[call-overload]
+        dtype=DType((options.dtype if args.kv_dtype is KVDTypeChoice.AUTO else args.kv_dtype).value),
+        block_size=decode_gpu.BLOCK_SIZE,
+        order=KVOrder.TILES,
+    )
 
 
 class CpuLane:
@@ -337,6 +358,9 @@ def print_point(figures: Mapping[str, Any]) -> None:
         f"{took['num']}; filled in {figures['fill_s']:.1f} s; sections {figures['sections_s']}",
         flush=True,
     )
+    if chosen := figures["selection"]:
+        print(f"      attended {chosen['num_attended'] / chosen['num_visible']:.1%} of keys; dropped mass at most "
+              f"{chosen['max_dropped_mass']:.4f}", flush=True)  # fmt: skip
     for name, seconds in (figures["kernels"] or {}).items():
         print(f"      {seconds * 1e6:9.1f} µs  {name[:120]}", flush=True)
 

@@ -1,12 +1,16 @@
 """How much faster than exact attention is the bounded op, and at what share of the memory's read rate does it run?
 
     python bench/ops/cpu_bounded.py [--gib 4] [--threads 8,15] [--out bench/results/cpu_bounded.jsonl]
+    python bench/ops/cpu_bounded.py --quick --tunings "code_pieces_ahead=0;keep_far_keys=96+keep_near_keys=8"
 
-One call is one layer's decode step. Keys are random with scores of one nat's spread, but for planted ones, a share of
-the keys for each query head, that hold 99.5 % of its softmax together: so many are kept at a dropped mass of 0.01 (the
-union over the heads of a group is larger, and is what is read). As many layers as `--gib` GiB hold are read in turn, as
-a model's are. A round is a plain read of 1 GiB, a pass of exact attention and a pass of the bounded op, so that what
-else the machine does meets all three; ratios are of a round, and their median is given.
+One call is one layer's decode step, its arrays checked beforehand, as native programs call the ops. Keys are random
+with scores of one nat's spread, but for planted ones, a share of the keys for each query head, that hold 99.5 % of its
+softmax together: so many are kept at a dropped mass of 0.01 (the union over the heads of a group is larger, and is what
+is read). As many layers as `--gib` GiB hold are read in turn, as a model's are. A round is a plain read of 1 GiB, a
+pass of exact attention and a pass of the bounded op, so that what else the machine does meets all three; ratios are of
+a round, and their median is given.
+
+With `--tunings`, each is measured beside the defaults in the same rounds: fields of the op's `BoundedTuning`, by `+`.
 
 Printed are the bytes that the op must read, their share of the plain read rate (best round of each), how many times
 faster than exact attention it is, and where its threads' time goes: the scan, with the rate at which it reads alone,
@@ -18,8 +22,9 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -30,7 +35,7 @@ from ambidex.core.dtypes import DType
 from ambidex.hw.topology import read_topology
 from ambidex.kernels import api
 from ambidex.kernels.cpu import native
-from ambidex.kernels.cpu.bounded import BoundedPool, ScannedLayer
+from ambidex.kernels.cpu.bounded import NUM_FIGURES, PHASES, BoundedPool, ScannedLayer, make_arrays
 from ambidex.storage.huge_pages import advise_huge_pages
 from harness import REPO, Quantiles, append_record, environment, measure_seconds, significant, watch_others
 
@@ -44,6 +49,7 @@ LINE: Final = 64
 READ_BYTES: Final = 2**30
 """Of the plain reads that predictions go by; in huge pages, as pools are."""
 NUMBERS: Final = {"bf16": torch.bfloat16, "int8": torch.int8}
+DEFAULTS: Final = "defaults"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +106,9 @@ def main() -> int:
         for n in threads:
             pool = native.ThreadPool(n)
             points += [
-                measure(case, pool, memory, int(options.gib * 2**30))
+                point
                 for case in all_cases(n, options.contexts, quick=options.quick)
+                for point in measure(case, pool, memory, int(options.gib * 2**30), [DEFAULTS, *options.tunings])
             ]
     record = environment() | {
         "bench": "cpu_bounded",
@@ -126,6 +133,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--threads", type=numbers, default=[8, 15])
     parser.add_argument("--contexts", type=numbers, default=[8192, 32768, 131072], help="keys of the request")
     parser.add_argument("--quick", action="store_true", help="group 4, 1 %% planted only")
+    parser.add_argument(
+        "--tunings", type=lambda s: s.split(";"), default=[], help="field=number+field=number;… beside the defaults"
+    )
     parser.add_argument("--out", type=Path, default=REPO / "bench" / "results" / "cpu_bounded.jsonl")
     return parser.parse_args()
 
@@ -147,8 +157,10 @@ def all_cases(threads: int, contexts: Sequence[int], *, quick: bool) -> list[Cas
     return cases
 
 
-def measure(case: Case, threads: native.ThreadPool, memory: Tensor, memory_bytes: int) -> dict[str, object]:
-    """Time rounds over all layers and print the lines of a case."""
+def measure(
+    case: Case, threads: native.ThreadPool, memory: Tensor, memory_bytes: int, tunings: Sequence[str]
+) -> list[dict[str, object]]:
+    """Time rounds over all layers and print the lines of a case, for each tuning."""
     attention, bounded = native.AttentionPool(threads), BoundedPool(threads)
     layer, q = make_layer(case, attention, bounded)
     layers = [layer, *(layer.clone() for _ in range(memory_bytes // layer.num_bytes - 1))]
@@ -158,60 +170,125 @@ def measure(case: Case, threads: native.ThreadPool, memory: Tensor, memory_bytes
         torch.tensor([0, num_blocks]), torch.tensor([0]), torch.tensor([case.context]), torch.tensor([0, 1]),
         block_size=BLOCK_SIZE,
     )  # fmt: skip
+    out, lse, figures = torch.empty_like(q), torch.empty(q.shape[:2]), torch.empty(*q.shape[:2], NUM_FIGURES)
     scale = HEAD_DIM**-0.5
-    figures = torch.empty(0)
+    arrays = [
+        make_arrays(q, each.scanned, scale=scale, max_mass=MAX_MASS, near=None, out=out, lse=lse, figures=figures)
+        for each in layers
+    ]
+    exact_arrays = [exact_call(q, each, batch, scale, out, lse) for each in layers]
+    phases: dict[str, dict[str, float]] = {tuning: dict.fromkeys(PHASES, 0.0) for tuning in tunings}
 
-    def run_bounded() -> None:
-        nonlocal figures
-        for each in layers:
-            _, _, figures = bounded.attend_bounded(q, each.scanned, batch, scale=scale, max_mass=MAX_MASS)
+    def run_bounded(tuning: str) -> None:
+        set_tuning(bounded, tuning)
+        for each in arrays:
+            bounded.native.attend(each, batch.native)
+        for name, seconds in bounded.take_phase_seconds().items():
+            phases[tuning][name] += seconds
 
     def run_exact() -> None:
-        for each in layers:
-            attention.attend_blocks(
-                q, each.k, each.scanned.v, batch, scale=scale, k_scales=each.k_scales, v_scales=each.scanned.v_scales
-            )
+        for each in exact_arrays:
+            attention.native.attend_blocks(*each, slopes=None)
 
-    runs: dict[str, Callable[[], object]] = {
-        "read": lambda: threads.read(memory), "exact": run_exact, "bounded": run_bounded
-    }  # fmt: skip
     rounds = []
+    runs: dict[str, Callable[[], object]] = {"read": lambda: threads.read(memory), "exact": run_exact}
+    runs |= {tuning: partial(run_bounded, tuning) for tuning in tunings}
     for number in range(NUM_ROUNDS + 1):
         rounds.append({name: measure_seconds(run, num_warmups=0, num_runs=1)[0] for name, run in runs.items()})
         if number == 0:  # the first one warms up
             rounds.clear()
-            bounded.take_phase_seconds()
+            phases |= {tuning: dict.fromkeys(PHASES, 0.0) for tuning in tunings}
     num_calls = NUM_ROUNDS * len(layers)
-    phases = {name: s / num_calls for name, s in bounded.take_phase_seconds().items()}
-    seconds = [r["bounded"] / len(layers) for r in rounds]
-    exact = [r["exact"] / len(layers) for r in rounds]
-    phases["other"] = sum(seconds) / NUM_ROUNDS * case.threads - sum(phases.values())
-    ratios = Quantiles.of([r["exact"] / r["bounded"] for r in rounds])
-    rate = READ_BYTES / min(r["read"] for r in rounds)
-    kept = float(figures[..., 4].mean()) / case.context
-    size = NUMBERS[case.number].itemsize
-    row_bytes = HEAD_DIM // 16 * LINE if case.number == "int8" else 2 * HEAD_DIM * size  # lines of V; rows of K and V
-    scan_bytes = NUM_KV_HEADS * case.context * (HEAD_DIM + DType.INT8.num_scale_bytes)
-    num_bytes = scan_bytes + NUM_KV_HEADS * case.context * kept * row_bytes
-    scan_rate = scan_bytes / (phases["scan"] / case.threads)
-    best = min(seconds)
+    work = Work.of(case, figures, len(layers), max(READ_BYTES / r["read"] for r in rounds))
+    for of_tuning in phases.values():
+        for name in PHASES:
+            of_tuning[name] /= num_calls
+    return [
+        report(case, work, tuning, phases[tuning], [r["exact"] / len(layers) for r in rounds],
+               [r[tuning] / len(layers) for r in rounds])
+        for tuning in tunings
+    ]  # fmt: skip
+
+
+def exact_call(
+    q: Tensor, layer: Layer, batch: native.KeyBatch, scale: float, out: Tensor, lse: Tensor
+) -> tuple[Any, ...]:
+    """What the native exact op takes."""
+    scales = (layer.k_scales, layer.scanned.v_scales)
+    return (
+        native.array_of(q), native.number_of(q), native.array_of(layer.k), native.array_of(layer.scanned.v),
+        native.number_of(layer.k), *(None if part is None else native.array_of(part) for part in scales), batch.native,
+        scale, out.numpy(), lse.numpy(),
+    )  # fmt: skip
+
+
+def set_tuning(bounded: BoundedPool, tuning: str) -> None:
+    """Give the op's tuning the fields that are named, and all others their defaults."""
+    defaults, own = BoundedPool(bounded.threads).native.tuning, bounded.native.tuning
+    named = {} if tuning == DEFAULTS else dict(word.split("=") for word in tuning.split("+"))
+    for field in (name for name in dir(own) if not name.startswith("_")):
+        value = getattr(defaults, field)
+        setattr(own, field, type(value)(int(named.pop(field))) if field in named else value)
+    if named:
+        raise SystemExit(f"--tunings: the op has no {', '.join(named)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one call reads, and how fast plain reads are."""
+
+    num_layers: int
+    kept: float
+    max_mass: float
+    scan_bytes: int
+    num_bytes: float
+    read_rate: float
+
+    @classmethod
+    def of(cls, case: Case, figures: Tensor, num_layers: int, read_rate: float) -> "Work":
+        """By what the last call said."""
+        kept = float(figures[..., 4].mean()) / case.context
+        size = NUMBERS[case.number].itemsize
+        # Lines of V; rows of K and V.
+        row_bytes = HEAD_DIM // 16 * LINE if case.number == "int8" else 2 * HEAD_DIM * size
+        scan_bytes = NUM_KV_HEADS * case.context * (HEAD_DIM + DType.INT8.num_scale_bytes)
+        return cls(
+            num_layers=num_layers,
+            kept=kept,
+            max_mass=float(figures[..., 0].max()),
+            scan_bytes=scan_bytes,
+            num_bytes=scan_bytes + NUM_KV_HEADS * case.context * kept * row_bytes,
+            read_rate=read_rate,
+        )
+
+
+def report(
+    case: Case, work: Work, tuning: str, phases: dict[str, float], exact: list[float], seconds: list[float]
+) -> dict[str, object]:
+    """The lines of a case and tuning, and their record."""
+    phases = phases | {"other": sum(seconds) / len(seconds) * case.threads - sum(phases.values())}
+    ratios = Quantiles.of([a / b for a, b in zip(exact, seconds, strict=True)])
+    scan_rate = work.scan_bytes / (phases["scan"] / case.threads)
+    keep_ns = phases["keep"] / max(work.kept * case.context * NUM_KV_HEADS, 1) * 1e9
+    best, predicted = min(seconds), work.num_bytes / work.read_rate
     print(
-        f"{case.number} group {case.group} {case.context:6} keys {case.threads:2} threads, {len(layers)} layers: kept "
-        f"{kept:.1%} (mass at most {float(figures[..., 0].max()):.4f}); {num_bytes / 1e6:.0f} MB, predicted "
-        f"{num_bytes / rate * 1e6:.0f} µs, measured {best * 1e6:.0f} µs: {num_bytes / best / rate:.0%} of plain reads "
-        f"({rate / 1e9:.1f} GB/s); exact {min(exact) * 1e6:.0f} µs; {ratios.median:.2f} times faster "
+        f"{case.number} group {case.group} {case.context:6} keys {case.threads:2} threads, {work.num_layers} layers, "
+        f"{tuning}: kept {work.kept:.1%} (mass at most {work.max_mass:.4f}); {work.num_bytes / 1e6:.0f} MB, predicted "
+        f"{predicted * 1e6:.0f} µs, measured {best * 1e6:.0f} µs: {predicted / best:.0%} of plain reads "
+        f"({work.read_rate / 1e9:.1f} GB/s); exact {min(exact) * 1e6:.0f} µs; {ratios.median:.2f} times faster "
         f"({ratios.q20:.2f} to {ratios.q80:.2f})\n"
         f"    thread-µs a call: {', '.join(f'{name} {s * 1e6:.0f}' for name, s in phases.items())}; the scan alone at "
-        f"{scan_rate / rate:.0%} of plain reads",
+        f"{scan_rate / work.read_rate:.0%} of plain reads; {keep_ns:.0f} ns a kept key",
         flush=True,
     )
     return asdict(case) | {
-        "num_layers": len(layers),
-        "kept": significant(kept, 3),
-        "max_dropped_mass": significant(float(figures[..., 0].max()), 3),
-        "bytes": int(num_bytes),
-        "read_bytes_per_s": significant(rate),
-        "predicted_s": significant(num_bytes / rate),
+        "tuning": tuning,
+        "num_layers": work.num_layers,
+        "kept": significant(work.kept, 3),
+        "max_dropped_mass": significant(work.max_mass, 3),
+        "bytes": int(work.num_bytes),
+        "read_bytes_per_s": significant(work.read_rate),
+        "predicted_s": significant(predicted),
         "seconds": Quantiles.of(seconds).record(),
         "best_s": significant(best),
         "exact_seconds": Quantiles.of(exact).record(),
@@ -219,7 +296,17 @@ def measure(case: Case, threads: native.ThreadPool, memory: Tensor, memory_bytes
         "times_faster": ratios.record(),
         "phase_thread_s": {name: significant(s) for name, s in phases.items()},
         "scan_bytes_per_s": significant(scan_rate),
+        "huge_pages_bytes": huge_page_bytes(),
     }
+
+
+def huge_page_bytes() -> int | None:
+    """Bytes of this process that lie in huge pages; None where the system does not say."""
+    try:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("AnonHugePages:")), None)
 
 
 def clone(tensor: Tensor) -> Tensor:

@@ -75,6 +75,7 @@ void make_arrays(BoundedArrays* self, const ConstBytes<3>& q, std::string_view q
 
 void bind_attend(BoundedPool& self, const BoundedArrays& arrays, const KeyBatch& batch, std::optional<std::string_view> isa) {
   BoundedCall call = arrays.call();
+  call.tuning = self.tuning();
   AMBIDEX_CHECK(call.other_lse == nullptr, "other_lse: only a script can wait for it");
   check_batch(call.scan, batch);
   const BoundedForm form = bounded_form(choose_isa(isa));
@@ -140,8 +141,17 @@ void bind_bounded(nb::module_& m) {
            "norms"_a.noconvert(), "scale"_a, "max_mass"_a, "near_out"_a.noconvert().none(),
            "near_lse"_a.noconvert().none(), "other_lse"_a.noconvert().none(), "out"_a.noconvert(), "lse"_a.noconvert(),
            "figures"_a.noconvert());
+  nb::class_<BoundedTuning>(m, "BoundedTuning")
+      .def_rw("scan_far_bytes", &BoundedTuning::scan_far_bytes)
+      .def_rw("is_near_fetched_late", &BoundedTuning::is_near_fetched_late)
+      .def_rw("code_pieces_ahead", &BoundedTuning::code_pieces_ahead)
+      .def_rw("keep_far_keys", &BoundedTuning::keep_far_keys)
+      .def_rw("keep_near_keys", &BoundedTuning::keep_near_keys)
+      .def_rw("is_keep_fetch_spread", &BoundedTuning::is_keep_fetch_spread);
   nb::class_<BoundedPool>(m, "BoundedPool")
       .def(nb::init<ThreadPool&>(), "threads"_a, nb::keep_alive<1, 2>())
+      .def_prop_ro("tuning", [](BoundedPool& self) -> BoundedTuning& { return self.tuning(); },
+                   nb::rv_policy::reference_internal)
       .def("attend", &bind_attend, "arrays"_a, "batch"_a, nb::kw_only(), "isa"_a = nb::none())
       .def("take_phase_seconds", &BoundedPool::take_phase_seconds)
       .def("copy_for_scan", &bind_copy, "k"_a.noconvert(), "v"_a.noconvert(), "number"_a, "k_scales"_a.noconvert().none(),

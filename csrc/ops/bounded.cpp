@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <type_traits>
 
@@ -19,11 +20,9 @@ constexpr float kNothing = -std::numeric_limits<float>::infinity();
 constexpr float kLog2OfE = 1.44269504088896341f;
 constexpr std::int32_t kKeepAll = std::numeric_limits<std::int16_t>::min();
 
-// As in attention.cpp; a scan reads fewer bytes of a key, so a part has more of them. Parts that are kept from have more
-// again, since few of their keys are.
+// As in attention.cpp; a scan reads fewer bytes of a key, so a part has more of them.
 constexpr std::size_t kTasksPerThread = 16;
 constexpr std::size_t kLeastKeys = 512;
-constexpr std::size_t kLeastKeysToKeepFrom = 1024;
 // Codes that are held at once, 8 MiB: what the second caches of a few cores hold, and 8 groups of 128K keys and 4 heads.
 constexpr std::size_t kCodesOfWave = std::size_t{1} << 22;
 constexpr float kMostExponent = 100.0f;
@@ -112,13 +111,7 @@ std::array<double, kNumBoundedPhases> BoundedPool::take_phase_seconds() {
 void BoundedPool::reserve(const BoundedForm& form, const BoundedCall& call, const KeyBatch& batch) {
   const std::size_t needed = form.workspace_bytes(call, batch.most_rows() * call.scan.group_size);
   workspaces_.resize(threads_.num_threads());
-  for (Workspace& workspace : workspaces_) {
-    if (workspace.size >= needed) continue;
-    workspace.bytes = std::make_unique<char[]>(needed + 64);
-    workspace.size = needed;
-    const auto address = reinterpret_cast<std::uintptr_t>(workspace.bytes.get());
-    workspace.begin = workspace.bytes.get() + (64 - address % 64) % 64;
-  }
+  for (Workspace& workspace : workspaces_) workspace.bytes.reserve(needed);
 }
 
 void BoundedPool::plan(const BoundedCall& call, const KeyBatch& batch) {
@@ -126,8 +119,7 @@ void BoundedPool::plan(const BoundedCall& call, const KeyBatch& batch) {
   std::size_t num_keys = 0;
   for (const KeyBatch::Request& request : batch.requests()) num_keys += request.num_rows > 0 ? request.num_keys : 0;
   const std::size_t share = ceil_div(num_keys * call.scan.num_kv_heads, threads_.num_threads() * kTasksPerThread);
-  keys_per_scan_ = ceil_div(std::clamp(share, kLeastKeys, kMostKeysOfTask), 64) * 64;
-  keys_per_keep_ = std::max(keys_per_scan_, kLeastKeysToKeepFrom);
+  keys_per_part_ = std::clamp(share, kLeastKeys, kMostKeysOfTask);
   for (const KeyBatch::Request& request : batch.requests()) {
     if (request.num_rows == 0) continue;
     if (request.num_keys == 0) {
@@ -141,38 +133,66 @@ void BoundedPool::plan(const BoundedCall& call, const KeyBatch& batch) {
       group.rows = request.num_rows * call.scan.group_size;
       group.base = request.first_key / 64 * 64;
       group.num_pieces = ceil_div(request.first_key + request.num_keys - group.base, 64);
-      group.num_scans = ceil_div(request.num_keys, keys_per_scan_);
-      group.num_keeps = ceil_div(request.num_keys, keys_per_keep_);
+      group.num_parts = count_parts(request.num_keys);
       group.block_ids = batch.block_ids() + request.first_block;
       groups_.push_back(group);
     }
   }
 }
 
-// Cut at multiples of 64 keys, so that no tile is read twice.
-void BoundedPool::add_parts(std::size_t group, bool is_keep, std::size_t num_parts) {
-  const KeyBatch::Request& request = groups_[group].request;
-  const std::size_t end = request.first_key + request.num_keys;
-  std::size_t begin = request.first_key;
-  for (std::size_t part = 0; part < num_parts; ++part) {
-    const std::size_t cut = (request.first_key + request.num_keys * (part + 1) / num_parts) / 64 * 64;
-    const std::size_t stop = part + 1 == num_parts ? end : cut;
-    tasks_.push_back({group, part, is_keep, begin, stop - begin});
-    begin = stop;
-  }
+// As many for each thread, where there are about as many as threads or more and they do not become too short.
+std::size_t BoundedPool::count_parts(std::size_t num_keys) const {
+  const std::size_t num = ceil_div(num_keys, keys_per_part_), threads = threads_.num_threads();
+  const std::size_t rounds = (num + threads / 2) / threads;
+  return rounds == 0 || num_keys < rounds * threads * kLeastKeys / 2 ? num : rounds * threads;
 }
 
-// Lays the wave's numbers out and lets the threads go. A group's keys are kept from once as many scans as there are
-// threads have followed its own, so that it is chosen by then, and its codes are still near.
+// Cuts the groups of a wave into parts, at multiples of 64 keys, so that no tile is read twice, and deals them out: the same
+// thread is to keep from the codes that it wrote, while they are in its caches.
+void BoundedPool::deal(std::size_t first, std::size_t last) {
+  const std::size_t threads = threads_.num_threads();
+  std::size_t dealt = 0;
+  const auto for_parts = [&](const auto& use) {
+    dealt = 0;
+    for (std::size_t i = first; i < last; ++i) {
+      const std::size_t num = groups_[i].num_parts;
+      for (std::size_t part = 0; part < num; ++part) {
+        use(num % threads == 0 ? part * threads / num : (dealt + part) % threads, i, part);
+      }
+      dealt += num % threads;
+    }
+  };
+  first_tasks_.assign(threads + 1, 0);
+  for_parts([&](std::size_t owner, std::size_t, std::size_t) { ++first_tasks_[owner + 1]; });
+  std::size_t most = 0;
+  for (std::size_t i = 0; i < threads; ++i) {
+    most = std::max(most, first_tasks_[i + 1]);
+    first_tasks_[i + 1] += first_tasks_[i];
+  }
+  tasks_.resize(first_tasks_[threads]);
+  claims_of_owner_ = ceil_div(most, kLineBytes / sizeof(Claim)) * (kLineBytes / sizeof(Claim));
+  claims_.reserve(threads * claims_of_owner_);
+  for (std::size_t i = 0; i < threads * claims_of_owner_; ++i) new (claims_.data() + i) Claim{{false}, {false}};
+  for_parts([&](std::size_t owner, std::size_t group, std::size_t part) {
+    const KeyBatch::Request& request = groups_[group].request;
+    const std::size_t num = groups_[group].num_parts, end = request.first_key + request.num_keys;
+    const auto cut = [&](std::size_t i) {
+      return i == 0 ? request.first_key : i == num ? end : (request.first_key + request.num_keys * i / num) / 64 * 64;
+    };
+    tasks_[first_tasks_[owner]++] = {group, part, cut(part), cut(part + 1) - cut(part)};
+  });
+  for (std::size_t i = threads; i > 0; --i) first_tasks_[i] = first_tasks_[i - 1];
+  first_tasks_[0] = 0;
+}
+
+// Lays the wave's numbers out and lets the threads go.
 void BoundedPool::run_wave(std::size_t first, std::size_t last) {
   std::size_t num_codes = 0, num_bytes = 0;
   if (progress_capacity_ < last - first) {
     progress_ = std::make_unique<Progress[]>(last - first);
     progress_capacity_ = last - first;
   }
-  tasks_.clear();
   first_group_ = first;
-  std::size_t num_scans = 0, scans_till_keep = 0, next_keep = first;
   for (std::size_t i = first; i < last; ++i) {
     Group& group = groups_[i];
     group.first_code = num_codes;
@@ -180,64 +200,82 @@ void BoundedPool::run_wave(std::size_t first, std::size_t last) {
     num_codes += group.num_pieces * group.rows * 64;
     num_bytes += places(group, nullptr).num_bytes;
     Progress& progress = progress_[i - first];
-    progress.num_unscanned.store(group.num_scans, std::memory_order_relaxed);
-    progress.num_unkept.store(group.num_keeps, std::memory_order_relaxed);
+    progress.num_unscanned.store(group.num_parts, std::memory_order_relaxed);
+    progress.num_unkept.store(group.num_parts, std::memory_order_relaxed);
     progress.is_chosen.store(false, std::memory_order_relaxed);
-    add_parts(i, false, group.num_scans);
-    num_scans += group.num_scans;
-    while (next_keep < i && num_scans >= scans_till_keep + groups_[next_keep].num_scans + threads_.num_threads()) {
-      scans_till_keep += groups_[next_keep].num_scans;
-      add_parts(next_keep, true, groups_[next_keep].num_keeps);
-      ++next_keep;
-    }
   }
-  for (; next_keep < last; ++next_keep) add_parts(next_keep, true, groups_[next_keep].num_keeps);
-  if (codes_.size() < num_codes) codes_.resize(num_codes);
-  if (call_->rows == nullptr && scores_.size() < num_codes) scores_.resize(num_codes);
-  if (places_.size() < num_bytes) places_.resize(num_bytes);
-  next_.store(0, std::memory_order_relaxed);
+  deal(first, last);
+  codes_.reserve(num_codes);
+  if (call_->rows == nullptr) scores_.reserve(num_codes);
+  places_.reserve(num_bytes);
   const auto work = [](void* self, std::size_t thread) { static_cast<BoundedPool*>(self)->work(thread); };
-  if (tasks_.size() == 2) {
+  if (tasks_.size() == 1) {
     work(this, 0);
   } else {
     threads_.run_shared(work, this);
   }
 }
 
+// Scans its own parts, and keeps from those whose group is chosen by then; then what is left of others' parts, and of its
+// own. Nobody waits for what has no thread: before it waits for a threshold, all scans were begun.
 void BoundedPool::work(std::size_t thread) {
-  auto& spent = workspaces_[thread].spent;
-  Clock::time_point then = Clock::now();
-  const auto note = [&](BoundedPhase phase) {
-    const Clock::time_point now = Clock::now();
-    spent[phase] += now - then;
-    then = now;
-  };
-  for (;;) {
-    const std::size_t i = next_.fetch_add(1, std::memory_order_relaxed);
-    if (i >= tasks_.size()) return;
-    const Task& task = tasks_[i];
-    const Group& group = groups_[task.group];
-    Progress& progress = progress_[task.group - first_group_];
-    if (!task.is_keep) {
-      scan(task, thread);
-      note(kScanning);
-      if (progress.num_unscanned.fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
-      choose(group);
-      progress.is_chosen.store(true, std::memory_order_release);
-      note(kChoosing);
-    } else {
-      // Its scans were begun before: nobody waits for what has no thread.
-      while (!progress.is_chosen.load(std::memory_order_acquire)) pause();
-      note(kWaiting);
-      keep(task, thread);
-      if (progress.num_unkept.fetch_sub(1, std::memory_order_acq_rel) == 1) write(group);
-      note(kKeeping);
-    }
+  const std::size_t threads = threads_.num_threads();
+  const auto num_tasks = [&](std::size_t owner) { return first_tasks_[owner + 1] - first_tasks_[owner]; };
+  std::size_t next_keep = 0;
+  for (std::size_t i = 0; i < num_tasks(thread); ++i) {
+    try_scan(thread, i, thread);
+    while (next_keep <= i && is_chosen(thread, next_keep)) try_keep(thread, next_keep++, thread);
+  }
+  for (std::size_t other = 1; other < threads; ++other) {
+    const std::size_t owner = (thread + other) % threads;
+    for (std::size_t i = num_tasks(owner); i > 0; --i) try_scan(owner, i - 1, thread);
+  }
+  while (next_keep < num_tasks(thread)) try_keep(thread, next_keep++, thread);
+  for (std::size_t other = 1; other < threads; ++other) {
+    const std::size_t owner = (thread + other) % threads;
+    for (std::size_t i = num_tasks(owner); i > 0; --i) try_keep(owner, i - 1, thread);
   }
 }
 
+bool BoundedPool::is_chosen(std::size_t owner, std::size_t i) const {
+  return progress_[task(owner, i).group - first_group_].is_chosen.load(std::memory_order_acquire);
+}
+
+void BoundedPool::try_scan(std::size_t owner, std::size_t i, std::size_t thread) {
+  std::atomic<bool>& is_scanned = claim(owner, i).is_scanned;
+  if (is_scanned.load(std::memory_order_relaxed) || is_scanned.exchange(true, std::memory_order_relaxed)) return;
+  auto& spent = workspaces_[thread].spent;
+  const Task& of = task(owner, i);
+  const Clock::time_point start = Clock::now();
+  scan(of, thread);
+  const Clock::time_point end = Clock::now();
+  spent[kScanning] += end - start;
+  Progress& progress = progress_[of.group - first_group_];
+  if (progress.num_unscanned.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  choose(groups_[of.group]);
+  progress.is_chosen.store(true, std::memory_order_release);
+  spent[kChoosing] += Clock::now() - end;
+}
+
+// Waits for the group's thresholds.
+void BoundedPool::try_keep(std::size_t owner, std::size_t i, std::size_t thread) {
+  std::atomic<bool>& is_kept = claim(owner, i).is_kept;
+  if (is_kept.load(std::memory_order_relaxed) || is_kept.exchange(true, std::memory_order_relaxed)) return;
+  auto& spent = workspaces_[thread].spent;
+  const Task& of = task(owner, i);
+  const Clock::time_point start = Clock::now();
+  while (!is_chosen(owner, i)) pause();
+  const Clock::time_point chosen = Clock::now();
+  spent[kWaiting] += chosen - start;
+  keep(of, thread);
+  if (progress_[of.group - first_group_].num_unkept.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    write(groups_[of.group]);
+  }
+  spent[kKeeping] += Clock::now() - chosen;
+}
+
 BoundedPool::Places BoundedPool::places(const Group& group, char* base) const {
-  const std::size_t scans = group.num_scans, keeps = group.num_keeps, rows = group.rows;
+  const std::size_t parts = group.num_parts, rows = group.rows;
   Places at{};
   std::size_t used = 0;
   const auto take = [&](auto** to, std::size_t num) {
@@ -245,15 +283,15 @@ BoundedPool::Places BoundedPool::places(const Group& group, char* base) const {
     *to = base == nullptr ? nullptr : reinterpret_cast<Place*>(base + used);
     used += ceil_div(num * sizeof(Place), 64) * 64;
   };
-  take(&at.tops, scans * rows);
-  for (float** to : {&at.lowers, &at.shifts}) take(to, scans * rows);
-  take(&at.value_norms, scans);
-  take(&at.counts, scans * rows * kNumCounts);
+  take(&at.tops, parts * rows);
+  for (float** to : {&at.lowers, &at.shifts}) take(to, parts * rows);
+  take(&at.value_norms, parts);
+  take(&at.counts, parts * rows * kNumCounts);
   for (std::int32_t** to : {&at.all_tops, &at.thresholds}) take(to, rows);
   for (float** to : {&at.others, &at.dropped}) take(to, rows);
-  take(&at.outs, keeps * rows * call_->scan.tiles.padded_dim);
-  for (float** to : {&at.tops_kept, &at.sums, &at.spared}) take(to, keeps * rows);
-  take(&at.num_kept, keeps);
+  take(&at.outs, parts * rows * call_->scan.tiles.padded_dim);
+  for (float** to : {&at.tops_kept, &at.sums, &at.spared}) take(to, parts * rows);
+  take(&at.num_kept, parts);
   at.num_bytes = used;
   return at;
 }
@@ -271,7 +309,7 @@ void BoundedPool::scan(const Task& task, std::size_t thread) {
              {range_of(group, task), group.base, codes_.data() + group.first_code,
               call_->rows == nullptr ? scores_.data() + group.first_code : nullptr, at.tops + first, at.lowers + first,
               at.shifts + first, at.counts + first * kNumCounts, at.value_norms + task.part},
-             workspaces_[thread].begin);
+             workspaces_[thread].bytes.data());
 }
 
 void BoundedPool::keep(const Task& task, std::size_t thread) {
@@ -283,7 +321,7 @@ void BoundedPool::keep(const Task& task, std::size_t thread) {
               call_->rows == nullptr ? scores_.data() + group.first_code : nullptr, at.thresholds, at.all_tops,
               weights().data(), at.outs + first * call_->scan.tiles.padded_dim, at.tops_kept + first, at.sums + first,
               at.spared + first, at.num_kept + task.part},
-             workspaces_[thread].begin);
+             workspaces_[thread].bytes.data());
 }
 
 std::size_t BoundedPool::place_of(const Group& group, std::size_t row) const {
@@ -311,9 +349,9 @@ void BoundedPool::choose(const Group& group) {
   const bool has_other = wait_other();
   for (std::size_t row = 0; row < group.rows; ++row) {
     std::int32_t top = at.tops[row];
-    for (std::size_t part = 1; part < group.num_scans; ++part) top = std::max(top, at.tops[part * group.rows + row]);
+    for (std::size_t part = 1; part < group.num_parts; ++part) top = std::max(top, at.tops[part * group.rows + row]);
     float lower = 0.0f;
-    for (std::size_t part = 0; part < group.num_scans; ++part) {
+    for (std::size_t part = 0; part < group.num_parts; ++part) {
       const std::size_t i = part * group.rows + row;
       lower += at.lowers[i] * std::exp2(static_cast<float>(at.tops[i] - top) / kCodesPerUnit);
     }
@@ -335,9 +373,13 @@ void BoundedPool::find_threshold(const Group& group, const Places& at, std::size
   if (!(limit > 0.0f)) return;
   const std::int32_t top = at.all_tops[row], deepest = static_cast<std::int32_t>(kNumCounts) - 1;
   std::uint32_t counts[kNumCounts] = {};
-  for (std::size_t part = 0; part < group.num_scans; ++part) {
+  for (std::size_t part = 0; part < group.num_parts; ++part) {
     const std::size_t i = part * group.rows + row;
     const std::uint16_t* own = at.counts + i * kNumCounts;
+    // Other threads wrote them: of the next row, which lie elsewhere for each part, they are fetched meanwhile.
+    if (row + 1 < group.rows) {
+      for (std::size_t k = 0; k < kNumCounts; k += kLineBytes / sizeof *own) __builtin_prefetch(own + kNumCounts + k);
+    }
     for (std::size_t k = 0; k < kNumCounts; ++k) counts[k] += own[k];
     // Codes that are the part's deepest, but lie deeper than that below the top of all.
     for (std::int32_t code = at.tops[i] - deepest; code < std::min(top - deepest, at.tops[i] + 1); ++code) {
@@ -361,8 +403,8 @@ void BoundedPool::find_threshold(const Group& group, const Places& at, std::size
 void BoundedPool::write(const Group& group) {
   const Places at = places(group, places_.data() + group.first_byte);
   float num_kept = 0.0f, value_norm = 0.0f;
-  for (std::size_t part = 0; part < group.num_keeps; ++part) num_kept += at.num_kept[part];
-  for (std::size_t part = 0; part < group.num_scans; ++part) {
+  for (std::size_t part = 0; part < group.num_parts; ++part) num_kept += at.num_kept[part];
+  for (std::size_t part = 0; part < group.num_parts; ++part) {
     const float norm = at.value_norms[part];
     value_norm = norm > value_norm || std::isnan(norm) ? norm : value_norm;
   }
@@ -377,18 +419,18 @@ void BoundedPool::write_row(const Group& group, const Places& at, std::size_t ro
   const bool joins = call.near_lse != nullptr;
   const float near = joins ? call.near_lse[place] * kLog2OfE : kNothing;
   float top = near, spared = 0.0f, shift = 0.0f;
-  for (std::size_t part = 0; part < group.num_keeps; ++part) {
+  for (std::size_t part = 0; part < group.num_parts; ++part) {
     const float part_top = at.tops_kept[part * rows + row];
     top = part_top > top || std::isnan(part_top) ? part_top : top;
     spared += at.spared[part * rows + row];
   }
-  for (std::size_t part = 0; part < group.num_scans; ++part) shift = std::max(shift, at.shifts[part * rows + row]);
+  for (std::size_t part = 0; part < group.num_parts; ++part) shift = std::max(shift, at.shifts[part * rows + row]);
   float* out = call.scan.out + place * dim;
   const float* near_out = joins ? call.near_out + place * dim : nullptr;
   const float near_weight = near == kNothing ? 0.0f : std::exp2(near - top);
   for (std::size_t d = 0; d < dim; ++d) out[d] = near_weight == 0.0f ? 0.0f : near_weight * near_out[d];
   float sum = near_weight;
-  for (std::size_t part = 0; part < group.num_keeps; ++part) {
+  for (std::size_t part = 0; part < group.num_parts; ++part) {
     if (at.num_kept[part] == 0.0f) continue;
     const float weight = std::exp2(at.tops_kept[part * rows + row] - top);
     sum += weight * at.sums[part * rows + row];

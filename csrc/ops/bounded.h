@@ -13,6 +13,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/aligned.h"
 #include "core/number.h"
 #include "core/pool.h"
 #include "ops/attention.h"
@@ -23,6 +24,15 @@ namespace ambidex {
 
 // What is reported of each query head; see BoundedCall::figures.
 enum BoundedFigure : std::size_t { kDroppedMass, kErrorShare, kValueNorm, kOutNorm, kNumKept, kNumBoundedFigures };
+
+// What benchmarks vary.
+struct BoundedTuning {
+  std::size_t scan_far_bytes = 16384;  // ahead of the keys that are multiplied
+  bool is_near_fetched_late = true;    // with tiles: while codes are counted, not while keys are multiplied
+  std::size_t code_pieces_ahead = 2;   // whose lines are fetched before they are written; 0: none
+  std::size_t keep_far_keys = 48, keep_near_keys = 16;
+  bool is_keep_fetch_spread = true;  // over the products of 16 keys
+};
 
 struct BoundedCall {
   // Queries, and the keys as they are scanned: number is int8. Its v is that of `v` below; out [T, Hq, D] and lse
@@ -48,6 +58,7 @@ struct BoundedCall {
   // answer to a value that bounds the answer's error; the longest value; the length of `out`, which may be a part of the
   // answer; keys kept of this head's group. Error: at most share · (longest value + length of the whole answer).
   float* figures;
+  BoundedTuning tuning;
 };
 
 // Upper scores are kept as codes: whole eighths of a factor of 2, rounded down. A row's codes are counted by their low byte,
@@ -103,6 +114,7 @@ class BoundedPool {
   explicit BoundedPool(ThreadPool& threads) : threads_(threads) {}
 
   ThreadPool& threads() { return threads_; }
+  BoundedTuning& tuning() { return tuning_; }  // that callers may put into their calls
 
   // Every query of a request sees all of its visible keys, or all but those that hold at most max_mass of its softmax.
   // Two calls at a time run one after the other. Allocates only when a call is larger than every one before it.
@@ -116,42 +128,49 @@ class BoundedPool {
   struct Group {
     KeyBatch::Request request;
     std::size_t kv_head, rows, base, num_pieces;
-    std::size_t num_scans, num_keeps;     // parts that it is cut into
-    std::size_t first_code;               // in codes_, scores_
-    std::size_t first_byte;               // in places_
+    std::size_t num_parts;   // that it is cut into
+    std::size_t first_code;  // in codes_, scores_
+    std::size_t first_byte;  // in places_
     const std::int64_t* block_ids;
   };
+  // A part of a group: it is scanned, and kept from.
   struct Task {
-    std::size_t group, part;
-    bool is_keep;
-    std::size_t first_key, num_keys;
+    std::size_t group, part, first_key, num_keys;
+  };
+  // Whether somebody has begun.
+  struct Claim {
+    std::atomic<bool> is_scanned, is_kept;
   };
   struct Progress {
     std::atomic<std::size_t> num_unscanned, num_unkept;
     std::atomic<bool> is_chosen;
   };
-  struct Workspace {
-    std::unique_ptr<char[]> bytes;
-    std::size_t size = 0;
-    char* begin = nullptr;  // aligned to 64 bytes
+  struct alignas(kLineBytes) Workspace {
+    AlignedArray<char> bytes;
     std::array<std::chrono::steady_clock::duration, kNumBoundedPhases> spent{};
   };
   // Places of a group's numbers, each [rows] or [parts, rows].
   struct Places {
-    std::int32_t* tops;                             // by scanned part
+    std::int32_t* tops;                             // by part, as scanned
     float *lowers, *shifts, *value_norms;
     std::uint16_t* counts;                          // [parts, rows, kNumCounts]
     std::int32_t *all_tops, *thresholds;            // by row
     float *others, *dropped;
-    float *outs, *tops_kept, *sums, *spared, *num_kept;  // by kept part
+    float *outs, *tops_kept, *sums, *spared, *num_kept;  // by part, as kept
     std::size_t num_bytes;
   };
 
   void reserve(const BoundedForm& form, const BoundedCall& call, const KeyBatch& batch);
   void plan(const BoundedCall& call, const KeyBatch& batch);
-  void add_parts(std::size_t group, bool is_keep, std::size_t num_parts);
+  std::size_t count_parts(std::size_t num_keys) const;
+  void deal(std::size_t first, std::size_t last);
   void run_wave(std::size_t first, std::size_t last);
   void work(std::size_t thread);
+  void try_scan(std::size_t owner, std::size_t i, std::size_t thread);
+  void try_keep(std::size_t owner, std::size_t i, std::size_t thread);
+  bool is_chosen(std::size_t owner, std::size_t i) const;
+  const Task& task(std::size_t owner, std::size_t i) const { return tasks_[first_tasks_[owner] + i]; }
+  Claim& claim(std::size_t owner, std::size_t i) const { return claims_.data()[owner * claims_of_owner_ + i]; }
   void scan(const Task& task, std::size_t thread);
   void keep(const Task& task, std::size_t thread);
   void choose(const Group& group);
@@ -165,20 +184,24 @@ class BoundedPool {
   void answer_empty(const BoundedCall& call, const KeyBatch::Request& request) const;
 
   ThreadPool& threads_;
+  BoundedTuning tuning_;
   std::vector<Group> groups_;
+  // Of a wave: those of a thread lie side by side, in the order of groups.
   std::vector<Task> tasks_;
-  std::vector<std::int16_t> codes_;
-  std::vector<float> scores_;
-  std::vector<char> places_;
+  std::vector<std::size_t> first_tasks_;  // [threads + 1]
+  AlignedArray<Claim> claims_;            // [threads, claims_of_owner_]
+  std::size_t claims_of_owner_ = 0;
+  AlignedArray<std::int16_t> codes_;
+  AlignedArray<float> scores_;
+  AlignedArray<char> places_;
   std::unique_ptr<Progress[]> progress_;  // by group of a wave
   std::size_t progress_capacity_ = 0;
   std::vector<Workspace> workspaces_;  // by thread
   // Of the call in progress, and of its wave.
   const BoundedCall* call_ = nullptr;
   BoundedForm form_{};
-  std::size_t keys_per_scan_ = 0, keys_per_keep_ = 0;
+  std::size_t keys_per_part_ = 0;
   std::size_t first_group_ = 0;
-  alignas(64) std::atomic<std::size_t> next_{0};
 };
 
 }  // namespace ambidex

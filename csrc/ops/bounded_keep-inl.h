@@ -2,7 +2,8 @@
 //
 // They lie scattered: K and V of a key in one place, or with int8 its values in as many lines as it has 16 dims. So keys are
 // listed first, and what will be read of a key is fetched into the second cache long before, into the first shortly before,
-// while the keys before it are attended.
+// while the keys before it are attended: some lines at a time, spread over their products, since a thread has few fetches
+// on their way at once and waits when it asks for more.
 #pragma once
 
 #include "ops/bounded_queries-inl.h"
@@ -13,8 +14,6 @@ namespace ambidex::AMBIDEX_ISA {
 
 constexpr std::size_t kKeptAtOnce = 16;  // keys; one vector of scores a row
 constexpr std::size_t kMostListed = 1024;
-// Keys ahead. With 128 dims of 16 bits a key has 8 lines, and takes some tens of nanoseconds.
-constexpr std::size_t kFarKeys = 40, kNearKeys = 8;
 
 struct KeepSpace {
   KeepSpace(char* base, const BoundedCall& call, std::size_t rows) {
@@ -52,11 +51,11 @@ class Values {
   Lanes load(const char* value, std::size_t column, std::size_t) const {
     return load_some(reinterpret_cast<const Element*>(value + column * column_bytes_));
   }
-  // Calls use(line) for each line of K and V.
+  // Calls use(line) for each line of K (half 0) or of V (half 1).
   template <class Use>
-  void for_lines(std::size_t slot, const Use& use) const {
-    const char* row = at(slot) - row_bytes_ / 2;
-    for (std::size_t i = 0; i < row_bytes_; i += 64) use(row + i);
+  void for_half(std::size_t slot, std::size_t half, const Use& use) const {
+    const char* part = at(slot) - (half == 0 ? row_bytes_ / 2 : 0);
+    for (std::size_t i = 0; i < row_bytes_ / 2; i += 64) use(part + i);
   }
 
  private:
@@ -80,8 +79,8 @@ class Values<int8_t> {
     return load_token(reinterpret_cast<const int8_t*>(value + column * column_bytes_), slot % 4);
   }
   template <class Use>
-  void for_lines(std::size_t slot, const Use& use) const {
-    for (std::size_t i = 0; i < num_columns_; ++i) use(at(slot) + i * column_bytes_);
+  void for_half(std::size_t slot, std::size_t half, const Use& use) const {
+    for (std::size_t i = half; i < num_columns_; i += 2) use(at(slot) + i * column_bytes_);
   }
 
  private:
@@ -89,11 +88,13 @@ class Values<int8_t> {
   const char* first_;
 };
 
-// out[row] += Σ probs[row] · value, 16 dims at a time, for kRows rows.
-template <class Element, std::size_t kRows>
+// out[row] += Σ probs[row] · value, 16 dims at a time, for kRows rows; calls between() before each.
+template <class Element, std::size_t kRows, class Between>
 inline void add_kept_rows(const Values<Element>& values, std::size_t num, const char* const* places,
-                          const KeepSpace::Listed* keys, const float* probs, float* out, std::size_t dim) {
+                          const KeepSpace::Listed* keys, const float* probs, float* out, std::size_t dim,
+                          const Between& between) {
   for (std::size_t column = 0; column < dim / 16; ++column) {
+    between();
     Lanes sums[kRows];
 #pragma GCC unroll 8
     for (std::size_t r = 0; r < kRows; ++r) sums[r] = Lanes::load(out + r * dim + 16 * column);
@@ -120,8 +121,17 @@ inline void multiply_key(const Element* k, const float* q, std::size_t dim, floa
 #pragma GCC unroll 8
     for (std::size_t r = 0; r < kRows; ++r) sums[r] = mul_add(Lanes::load(q + r * dim + d), part, sums[r]);
   }
+  if constexpr (kRows % 4 == 0) {
+#pragma GCC unroll 2
+    for (std::size_t r = 0; r < kRows; r += 4) {
+      float four[4];
+      sum_each({sums[r], sums[r + 1], sums[r + 2], sums[r + 3]}, four);
+      for (std::size_t i = 0; i < 4; ++i) scores[(r + i) * kKeptAtOnce] = four[i] * scale;
+    }
+  } else {
 #pragma GCC unroll 8
-  for (std::size_t r = 0; r < kRows; ++r) scores[r * kKeptAtOnce] = sum_of(sums[r]) * scale;
+    for (std::size_t r = 0; r < kRows; ++r) scores[r * kKeptAtOnce] = sum_of(sums[r]) * scale;
+  }
 }
 
 template <std::size_t kRows>
@@ -210,35 +220,47 @@ class Keeper {
     }
   }
 
+  // One half of a listed key's lines, into the second cache or the first; the scale of its value comes with the second.
+  void fetch_half(std::size_t half, std::size_t far, std::size_t near, std::size_t num) const {
+    if (far < num) fetch_half_of(ws_.listed[far], half, [](const char* p) { prefetch_to_l2(p); });
+    if (near < num) fetch_half_of(ws_.listed[near], half, [](const char* p) { prefetch(p); });
+  }
   template <class Fetch>
-  void fetch(const KeepSpace::Listed& key, const Fetch& fetch_line) const {
-    values_.for_lines(key.slot, fetch_line);
-    if (v_scales_ != nullptr) fetch_line(reinterpret_cast<const char*>(v_scales_ + key.slot));
-  }
-  void fetch_far(std::size_t i, std::size_t num) const {
-    if (i < num) fetch(ws_.listed[i], [](const char* p) { prefetch_to_l2(p); });
-  }
-  void fetch_near(std::size_t i, std::size_t num) const {
-    if (i < num) fetch(ws_.listed[i], [](const char* p) { prefetch(p); });
+  void fetch_half_of(const KeepSpace::Listed& key, std::size_t half, const Fetch& fetch_line) const {
+    values_.for_half(key.slot, half, fetch_line);
+    if (half == 1 && v_scales_ != nullptr) fetch_line(reinterpret_cast<const char*>(v_scales_ + key.slot));
   }
 
   void attend(std::size_t num) {
-    for (std::size_t i = 0; i < kFarKeys; ++i) fetch_far(i, num);
-    for (std::size_t i = 0; i < kNearKeys; ++i) fetch_near(i, num);
+    const std::size_t far = call_.tuning.keep_far_keys, near = call_.tuning.keep_near_keys, none = num;
+    const bool is_spread = call_.tuning.is_keep_fetch_spread;
+    for (std::size_t i = 0; i < far; ++i) {
+      for (std::size_t half = 0; half < 2; ++half) fetch_half(half, i, none, num);
+    }
+    for (std::size_t i = 0; i < near; ++i) {
+      for (std::size_t half = 0; half < 2; ++half) fetch_half(half, none, i, num);
+    }
     for (std::size_t first = 0; first < num; first += kKeptAtOnce) {
       const std::size_t some = num - first < kKeptAtOnce ? num - first : kKeptAtOnce;
       const KeepSpace::Listed* keys = ws_.listed + first;
       const char* places[kKeptAtOnce];
       for (std::size_t i = 0; i < some; ++i) {
-        fetch_far(first + kFarKeys + i, num);
-        fetch_near(first + kNearKeys + i, num);
+        fetch_half(0, first + far + i, first + near + i, num);
+        if (!is_spread) fetch_half(1, first + far + i, first + near + i, num);
         places[i] = values_.at(keys[i].slot);
         score(keys[i], i);
       }
       for (std::size_t row = 0; row < rows_; ++row) soften(keys, some, row);
+      std::size_t next = is_spread ? 0 : some;
+      const std::size_t at_once = kKeptAtOnce * 16 / dim_ + 1;
+      const auto fetch_some = [&] {
+        for (std::size_t i = 0; i < at_once && next < some; ++i, ++next) {
+          fetch_half(1, first + far + next, first + near + next, num);
+        }
+      };
       for_rows(rows_, [&](std::size_t row, auto count) {
         add_kept_rows<Element, decltype(count)::value>(values_, some, places, keys, ws_.probs + row * kKeptAtOnce,
-                                                       to_.outs + row * dim_, dim_);
+                                                       to_.outs + row * dim_, dim_, fetch_some);
       });
     }
   }

@@ -11,9 +11,11 @@
 //   lower = (factor · n·m - slope) · s - shift        added up as a power of 2 that is not too large
 //
 // Keys are read in the order of the range, 64 at a time, for all rows; everything else of a piece stays in the nearest
-// cache but its codes, of which nothing is read before all keys of the group are scanned. As in attention-inl.h lines are
-// fetched far and near ahead. Products of tiles take a fifth of a piece's time: memory would idle for the rest of it, so
-// there the far lines are fetched bit by bit while codes are counted.
+// cache but its codes, of which nothing is read before all keys of the group are scanned: they are counted from registers,
+// and their lines in memory are fetched before they are written, since nothing behind a store that waits is done. As in
+// attention-inl.h lines are fetched far and near ahead. Products of tiles take a fifth of a piece's time: memory would idle
+// for the rest of it, so there lines are fetched bit by bit while codes are counted, into the first cache those of the
+// piece after the one that is multiplied by then.
 #pragma once
 
 #include "ops/bounded_queries-inl.h"
@@ -41,7 +43,7 @@ constexpr std::size_t kCountCopies = 2;
 template <class Form>
 struct ScanProducts {
   using Multiply = Form;
-  static constexpr bool kFetchesFar = true;
+  static constexpr bool kFetches = true;
   static std::size_t stride() { return kPieceTokens; }
   static std::size_t bytes(std::size_t rows) { return rows * kPieceTokens * sizeof(float); }
   static Lanes load(const float* products, std::size_t, std::size_t row, std::size_t i) {
@@ -70,7 +72,7 @@ struct RawInt8Tiles : Int8Tiles {
 template <>
 struct ScanProducts<Int8Tiles> {
   using Multiply = RawInt8Tiles;
-  static constexpr bool kFetchesFar = false;
+  static constexpr bool kFetches = false;
   static constexpr std::size_t kTileInts = kTileRows * kPieceTokens;
   static std::size_t stride() { return kTileInts / Int8Tiles::kRows; }
   static std::size_t bytes(std::size_t rows) { return num_tiles(rows, Int8Tiles::kRows) * kTileInts * sizeof(int32_t); }
@@ -160,9 +162,10 @@ class Scanner {
         scales_(call_.k_scales + range_.kv_head * call_.num_blocks * call_.tiles.block_size),
         first_(range_.first_key / kPieceTokens * kPieceTokens),
         end_((range_.first_key + range_.num_keys + 15) / 16 * 16),
-        units_ahead_(kFarBytes / (16 * dim_)),
+        tuning_(bounded.tuning),
+        units_ahead_(find_units_ahead()),
         walk_(call_, range_, first_) {
-    far_.lines_at_once = dim_ / (rows_ * (kPieceTokens / 8)) + 1;
+    far_.lines_at_once = near_.lines_at_once = dim_ / (rows_ * (kPieceTokens / 8)) + 1;
   }
 
   void run() {
@@ -173,6 +176,7 @@ class Scanner {
       for (std::size_t line = 0; line < 16 * dim_; line += 64) prefetch_to_l2(unit + line);
     }
     for (std::size_t i = 0; i < kScalePiecesAhead * kPieceUnits; ++i) fetch_scales(i);
+    for (std::size_t i = 0; i < tuning_.code_pieces_ahead; ++i) fetch_codes(first_ + i * kPieceTokens);
     prepare();
     // A piece is multiplied before the one in front of it is raised: its sums take their time to get to memory.
     multiply_piece(first_);
@@ -188,6 +192,11 @@ class Scanner {
   // at least.
   static constexpr std::size_t kUnitsKnown = 2 * kPieceUnits + kFarBytes / (16 * 32), kRing = 64;
   static_assert(kUnitsKnown <= kRing && kUnitsKnown >= (kScalePiecesAhead + 1) * kPieceUnits);
+
+  std::size_t find_units_ahead() const {
+    const std::size_t units = tuning_.scan_far_bytes / (16 * dim_), most = kUnitsKnown - 2 * kPieceUnits;
+    return units < most ? units : most;
+  }
 
   void find_unit() {
     if (first_ + 16 * num_found_ >= end_) return;
@@ -244,20 +253,20 @@ class Scanner {
 
   void multiply_piece(std::size_t key) {
     const std::size_t first = unit_of(key), num = num_units(key);
-    const char *units[kPieceUnits] = {}, *near[kPieceUnits] = {};
+    using Products = ScanProducts<Form>;
+    const bool fetches_near = Products::kFetches || !tuning_.is_near_fetched_late;
+    const char* units[kPieceUnits] = {};
     for (std::size_t i = 0; i < num && i < kPieceUnits; ++i) {
-      const std::size_t next = first + i + units_ahead_;
+      const std::size_t next = first + i + units_ahead_, soon = first + i + (fetches_near ? 1 : kPieceUnits);
       units[i] = k_ + slot(first + i) * dim_;
       far_.units[i] = next < num_found_ ? k_ + slot(next) * dim_ : units[i];
-      near[i] = first + i + 1 < num_found_ ? k_ + slot(first + i + 1) * dim_ : units[i];
+      near_.units[i] = soon < num_found_ ? k_ + slot(soon) * dim_ : units[i];
     }
-    far_.num_units = num;
-    far_.unit = 0;
-    far_.next = far_.units[0];
-    far_.lines_left = dim_ / 4;
+    far_.begin(num, dim_ / 4);
+    near_.begin(fetches_near ? 0 : num, dim_ / 4);
     for (std::size_t i = 0; i < kPieceUnits; ++i) fetch_scales(first + kScalePiecesAhead * kPieceUnits + i);
-    using Products = ScanProducts<Form>;
-    const Columns columns{units, Products::kFetchesFar ? far_.units : nullptr, near, num, dim_ / 4};
+    const Columns columns{units, Products::kFetches ? far_.units : nullptr, fetches_near ? near_.units : nullptr, num,
+                          dim_ / 4};
     Products::Multiply::multiply(state_, rows_, ws_.q, dim_, columns,
                                  {products_of(key), Products::stride(), false, ws_.ones});
     for (std::size_t i = 0; i < kPieceUnits; ++i) find_unit();
@@ -266,6 +275,7 @@ class Scanner {
   void raise_piece(std::size_t key) {
     alignas(64) float scales[kPieceTokens], bits[kPieceTokens];
     const bool is_edge = !is_visible(key) || !is_visible(key + kPieceTokens - 1);
+    fetch_codes(key + tuning_.code_pieces_ahead * kPieceTokens);
     load_scales(key, is_edge, scales, bits);
     for (std::size_t row = 0; row < rows_; ++row) raise_row(key, is_edge, row, scales, bits);
   }
@@ -290,26 +300,37 @@ class Scanner {
     }
   }
 
+  // The lines that a piece's codes go to.
+  void fetch_codes(std::size_t key) const {
+    if (tuning_.code_pieces_ahead == 0 || key >= end_) return;
+    char* codes = reinterpret_cast<char*>(to_.codes + (key - to_.base) * rows_);
+    for (std::size_t i = 0; i < rows_ * kPieceTokens * sizeof(int16_t); i += 64) prefetch_to_write(codes + i);
+  }
+
   void raise_row(std::size_t key, bool is_edge, std::size_t row, const float* scales, const float* bits) {
     auto& of_row = ws_.row_constants[row];
     const std::size_t place = ((key - to_.base) * rows_) + row * kPieceTokens;
     int16_t* codes = to_.codes + place;
     const Lanes factor = Lanes::broadcast(of_row.factor), slope = Lanes::broadcast(of_row.slope);
     const Lanes shift = Lanes::broadcast(of_row.shift - 0.5f);  // codes are rounded to the nearest
-    Lanes raised[kPieceUnits];
+    Lanes raised[kPieceUnits], upper[kPieceUnits];
 #pragma GCC unroll 4
     for (std::size_t i = 0; i < kPieceUnits; ++i) {
       const Lanes scale = Lanes::load(scales + 16 * i);
       const Lanes product = ScanProducts<Form>::load(products_of(key), rows_, row, 16 * i);
       raised[i] = mul_add(product, factor, slope);
-      store_codes(mul_add(raised[i], scale, shift), codes + 16 * i);
+      upper[i] = mul_add(raised[i], scale, shift);
       if (to_.scores != nullptr) {
         (product * scale * Lanes::broadcast(of_row.factor / kCodesOfUnit)).store(to_.scores + place + 16 * i);
       }
     }
-    if (is_edge) hide(key, codes);
-    const int top = largest_code(codes, of_row.top);
-    if (top > of_row.top) rise(row, top);
+    Codes in_order = to_codes(upper);
+    in_order.store(codes);
+    if (is_edge) {
+      hide(key, codes);
+      in_order = Codes::load(codes);
+    }
+    if (any_above(in_order, of_row.top)) rise(row, largest_code(in_order));
     // Lower scores: twice the slope below the upper ones, but for the shift.
     const Lanes down = Lanes::broadcast(-2.0f * of_row.slope), base = Lanes::broadcast(of_row.bits);
     Lanes powers[kPieceUnits];
@@ -320,7 +341,7 @@ class Scanner {
     if (is_edge) hide_powers(key, powers);
     const Lanes sum = (powers[0] + powers[1]) + (powers[2] + powers[3]);
     (Lanes::load(ws_.sums + 16 * row) + sum).store(ws_.sums + 16 * row);
-    count(key, is_edge, row, codes);
+    count(key, is_edge, row, in_order);
   }
 
   void hide(std::size_t key, int16_t* codes) const {
@@ -358,34 +379,24 @@ class Scanner {
     }
   }
 
-  void count(std::size_t key, bool is_edge, std::size_t row, const int16_t* codes) {
+  void count(std::size_t key, bool is_edge, std::size_t row, const Codes& codes) {
     const int least = ws_.row_constants[row].top - kDeepest;
     auto& counts = ws_.counts[row].counts;
+    uint8_t bytes[kPieceTokens];
+    low_bytes(codes, least, bytes);
     if (is_edge) {
       for (std::size_t i = 0; i < kPieceTokens; ++i) {
-        const int code = codes[i] > least ? codes[i] : least;
-        if (is_visible(key + i)) ++counts[0][static_cast<uint8_t>(code)];
+        if (is_visible(key + i)) ++counts[0][bytes[i]];
       }
       return;
     }
-    uint8_t bytes[kPieceTokens];
-    low_bytes(codes, least, bytes);
     for (std::size_t i = 0; i < kPieceTokens; i += 8) {
-      if (!ScanProducts<Form>::kFetchesFar) fetch_far();
+      if (!ScanProducts<Form>::kFetches) {
+        far_.fetch([](const char* line) { prefetch_to_l2(line); });
+        near_.fetch([](const char* line) { prefetch(line); });
+      }
 #pragma GCC unroll 8
       for (std::size_t j = 0; j < 8; ++j) ++counts[j % kCountCopies][bytes[i + j]];
-    }
-  }
-
-  // Some of the far lines of one unit: all units are done after as many calls as a piece's rows make.
-  void fetch_far() {
-    const std::size_t num = far_.lines_at_once < far_.lines_left ? far_.lines_at_once : far_.lines_left;
-    for (std::size_t i = 0; i < num; ++i) prefetch_to_l2(far_.next + 64 * i);
-    far_.next += 64 * num;
-    far_.lines_left -= num;
-    if (far_.lines_left == 0 && far_.unit + 1 < far_.num_units) {
-      far_.next = far_.units[++far_.unit];
-      far_.lines_left = dim_ / 4;
     }
   }
 
@@ -412,16 +423,40 @@ class Scanner {
   ScanSpace<Form> ws_;
   const char* k_;
   const float* scales_;
-  std::size_t first_, end_, units_ahead_;
+  std::size_t first_, end_;
+  const BoundedTuning& tuning_;
+  std::size_t units_ahead_;
   UnitWalk walk_;
-  std::size_t slots_[kRing];  // of the units from the present piece on, and of those that are fetched
-  std::size_t num_found_ = 0;
-  struct {
+  // Lines of a piece's units that are fetched some at a time: all are after as many calls as a piece's rows make.
+  struct Fetching {
     const char* units[kPieceUnits];
-    std::size_t num_units, unit;
+    std::size_t num_units, unit, unit_lines;
     const char* next;
     std::size_t lines_left, lines_at_once;  // of the unit
-  } far_{};
+
+    void begin(std::size_t num, std::size_t lines) {
+      num_units = num;
+      unit = 0;
+      unit_lines = lines;
+      next = units[0];
+      lines_left = num == 0 ? 0 : lines;
+    }
+    template <class Fetch>
+    void fetch(const Fetch& fetch_line) {
+      const std::size_t num = lines_at_once < lines_left ? lines_at_once : lines_left;
+      for (std::size_t i = 0; i < num; ++i) fetch_line(next + 64 * i);
+      next += 64 * num;
+      lines_left -= num;
+      if (lines_left == 0 && unit + 1 < num_units) {
+        next = units[++unit];
+        lines_left = unit_lines;
+      }
+    }
+  };
+
+  std::size_t slots_[kRing];  // of the units from the present piece on, and of those that are fetched
+  std::size_t num_found_ = 0;
+  Fetching far_{}, near_{};
   typename Form::State state_;
   Lanes scale_sum_ = Lanes::zero(), most_scale_ = Lanes::zero();
 };

@@ -19,7 +19,7 @@ constexpr std::size_t kRowsAtOnce = 4;
 #endif
 
 // The right operand: column j begins at lines[j]. While a line is used, that of far[j] is fetched into the second cache
-// and that of near[j] into the first: the second has room for three times as many fetches at once. With tiles far may be
+// and that of near[j] into the first: the second has room for three times as many fetches at once. With tiles both may be
 // null: then somebody else fetches.
 struct Columns {
   const char* const* lines;
@@ -277,7 +277,7 @@ inline void multiply_in_tiles(Tiles& tiles, std::size_t rows, const char* left, 
     for (std::size_t row = 0; row < rows; row += Form::kRows) {
       const std::size_t some = rows - row < Form::kRows ? rows - row : Form::kRows;
       const Columns part{columns.lines + j, row == 0 && columns.far != nullptr ? columns.far + j : nullptr,
-                         row == 0 ? columns.near + j : nullptr, count, columns.num_lines};
+                         row == 0 && columns.near != nullptr ? columns.near + j : nullptr, count, columns.num_lines};
       const Sums to{sums.data + row * sums.stride + 16 * j, sums.stride, sums.add, sums.factors + row};
       const char* from = left + row / Form::kRows * kTileRows * stride;
       if (count == 4) {

@@ -8,29 +8,122 @@ namespace ambidex::AMBIDEX_ISA {
 
 constexpr std::size_t kCodes = 64;  // of a row that are handled at once
 
-// Sets all but those 16 of 64 codes to the nearest int16. Numbers beyond its range and NaN give any code.
-inline void store_codes(Lanes a, int16_t* p) {
-#if defined(__AVX2__)
-  store_int16(a, p);
-#else
-  for (int i = 0; i < 16; ++i) {
-    const float x = a.x[i] > -32768.0f ? a.x[i] < 32767.0f ? a.x[i] : 32767.0f : -32768.0f;
-    p[i] = static_cast<int16_t>((x + 0x1.8p23f) - 0x1.8p23f);
+// A row's 64 codes in registers, in the order of the keys.
+#if defined(__AVX512BW__)
+
+struct Codes {
+  __m512i low, high;
+
+  static Codes load(const int16_t* p) { return {_mm512_loadu_si512(p), _mm512_loadu_si512(p + 32)}; }
+  void store(int16_t* p) const {
+    _mm512_storeu_si512(p, low);
+    _mm512_storeu_si512(p + 32, high);
   }
-#endif
+};
+
+// The quarters of a and b, of which packing puts each of b behind that of a, one behind the other.
+inline __m512i in_order(__m512i packed) {
+  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), packed);
 }
 
-// The largest of 64 codes and `least`.
-inline int largest_code(const int16_t* codes, int least) {
-  int16_t most = static_cast<int16_t>(least);
-  for (std::size_t i = 0; i < kCodes; ++i) most = codes[i] > most ? codes[i] : most;
-  return most;
+inline Codes to_codes(const Lanes (&a)[4]) {
+  const __m512i low = _mm512_packs_epi32(_mm512_cvtps_epi32(a[0].x), _mm512_cvtps_epi32(a[1].x));
+  const __m512i high = _mm512_packs_epi32(_mm512_cvtps_epi32(a[2].x), _mm512_cvtps_epi32(a[3].x));
+  return {in_order(low), in_order(high)};
 }
 
-// The low byte of each of 64 codes, those below `least` taken for it.
-inline void low_bytes(const int16_t* codes, int least, uint8_t* bytes) {
+inline bool any_above(const Codes& a, int most) {
+  const __m512i limit = _mm512_set1_epi16(static_cast<int16_t>(most));
+  return (_mm512_cmpgt_epi16_mask(a.low, limit) | _mm512_cmpgt_epi16_mask(a.high, limit)) != 0;
+}
+
+inline void low_bytes(const Codes& a, int least, uint8_t* bytes) {
+  const __m512i limit = _mm512_set1_epi16(static_cast<int16_t>(least)), byte = _mm512_set1_epi16(255);
+  const __m512i low = _mm512_and_si512(_mm512_max_epi16(a.low, limit), byte);
+  const __m512i high = _mm512_and_si512(_mm512_max_epi16(a.high, limit), byte);
+  _mm512_storeu_si512(bytes, in_order(_mm512_packus_epi16(low, high)));
+}
+
+#elif defined(__AVX2__)
+
+struct Codes {
+  __m256i x[4];
+
+  static Codes load(const int16_t* p) {
+    Codes codes;
+    for (int i = 0; i < 4; ++i) codes.x[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16 * i));
+    return codes;
+  }
+  void store(int16_t* p) const {
+    for (int i = 0; i < 4; ++i) _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 16 * i), x[i]);
+  }
+};
+
+inline Codes to_codes(const Lanes (&a)[4]) {
+  return {{to_int16(a[0]), to_int16(a[1]), to_int16(a[2]), to_int16(a[3])}};
+}
+
+inline bool any_above(const Codes& a, int most) {
+  const __m256i limit = _mm256_set1_epi16(static_cast<int16_t>(most));
+  const __m256i all = _mm256_max_epi16(_mm256_max_epi16(a.x[0], a.x[1]), _mm256_max_epi16(a.x[2], a.x[3]));
+  return _mm256_movemask_epi8(_mm256_cmpgt_epi16(all, limit)) != 0;
+}
+
+inline void low_bytes(const Codes& a, int least, uint8_t* bytes) {
+  const __m256i limit = _mm256_set1_epi16(static_cast<int16_t>(least)), byte = _mm256_set1_epi16(255);
+  for (int i = 0; i < 2; ++i) {
+    const __m256i first = _mm256_and_si256(_mm256_max_epi16(a.x[2 * i], limit), byte);
+    const __m256i second = _mm256_and_si256(_mm256_max_epi16(a.x[2 * i + 1], limit), byte);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(bytes + 32 * i),
+                        _mm256_permute4x64_epi64(_mm256_packus_epi16(first, second), 0xd8));
+  }
+}
+
+#else
+
+struct Codes {
+  int16_t x[kCodes];
+
+  static Codes load(const int16_t* p) {
+    Codes codes;
+    memcpy(codes.x, p, sizeof codes.x);
+    return codes;
+  }
+  void store(int16_t* p) const { memcpy(p, x, sizeof x); }
+};
+
+inline Codes to_codes(const Lanes (&a)[4]) {
+  Codes codes;
+  for (std::size_t i = 0; i < kCodes; ++i) {
+    const float x = a[i / 16].x[i % 16];
+    const float held = x > -32768.0f ? x < 32767.0f ? x : 32767.0f : -32768.0f;
+    codes.x[i] = static_cast<int16_t>((held + 0x1.8p23f) - 0x1.8p23f);
+  }
+  return codes;
+}
+
+inline bool any_above(const Codes& a, int most) {
+  bool found = false;
+  for (std::size_t i = 0; i < kCodes; ++i) found |= a.x[i] > most;
+  return found;
+}
+
+inline void low_bytes(const Codes& a, int least, uint8_t* bytes) {
   const auto limit = static_cast<int16_t>(least);
-  for (std::size_t i = 0; i < kCodes; ++i) bytes[i] = static_cast<uint8_t>(codes[i] > limit ? codes[i] : limit);
+  for (std::size_t i = 0; i < kCodes; ++i) bytes[i] = static_cast<uint8_t>(a.x[i] > limit ? a.x[i] : limit);
+}
+
+#endif
+
+// to_codes: the nearest int16; numbers beyond its range and NaN give any code. any_above: some code is above `most`.
+// low_bytes: of each code, those below `least` taken for it.
+
+inline int largest_code(const Codes& a) {
+  int16_t codes[kCodes];
+  a.store(codes);
+  int16_t most = codes[0];
+  for (std::size_t i = 1; i < kCodes; ++i) most = codes[i] > most ? codes[i] : most;
+  return most;
 }
 
 // Bit i: code i of 64 is not less than `least`.

@@ -77,6 +77,12 @@ inline void prefetch_to_l2(const char* p) { asm volatile("prefetcht1 %0" ::"m"(*
 inline void prefetch(const char* p) { __builtin_prefetch(p, 0, 3); }
 inline void prefetch_to_l2(const char* p) { __builtin_prefetch(p, 0, 2); }
 #endif
+// A line that is about to be written: else a store waits for it, and those behind it do.
+#if defined(__x86_64__) && defined(__AVX2__)
+inline void prefetch_to_write(char* p) { asm volatile("prefetchw %0" ::"m"(*p)); }
+#else
+inline void prefetch_to_write(char* p) { __builtin_prefetch(p, 1, 3); }
+#endif
 
 #if defined(__AVX512F__)
 

@@ -63,27 +63,36 @@ struct Tiles {
   }
   template <int kInto, int kA, int kB>
   void add_bf16_product() {
-    add_product<kInto, kA, kB, float, Bf16>([](Bf16 x) { return to_float(x); });
+    add_product<kInto, kA, kB, float, Bf16, Bf16>();
   }
   template <int kInto, int kA, int kB>
   void add_int8_product() {
-    add_product<kInto, kA, kB, int32_t, int8_t>([](int8_t x) { return static_cast<int32_t>(x); });
+    add_product<kInto, kA, kB, int32_t, int8_t, int8_t>();
+  }
+  template <int kInto, int kA, int kB>
+  void add_uint8_int8_product() {
+    add_product<kInto, kA, kB, int32_t, uint8_t, int8_t>();
   }
 
  private:
   Tile tile[8];
   TileShape shape_{};
 
-  template <int kInto, int kA, int kB, class Sum, class Element, class Widen>
-  void add_product(const Widen& widen) {
-    constexpr std::size_t kPack = 4 / sizeof(Element);
+  static float widen(Bf16 x) { return to_float(x); }
+  static int32_t widen(int8_t x) { return x; }
+  static int32_t widen(uint8_t x) { return x; }
+
+  template <int kInto, int kA, int kB, class Sum, class Left, class Right>
+  void add_product() {
+    constexpr std::size_t kPack = 4 / sizeof(Left);
     for (std::size_t row = 0; row < tile[kInto].rows; ++row) {
       for (std::size_t line = 0; line < tile[kB].rows; ++line) {
         for (std::size_t lane = 0; lane < 16; ++lane) {
           Sum sum;
           memcpy(&sum, tile[kInto].bytes[row] + 4 * lane, sizeof sum);
           for (std::size_t i = 0; i < kPack; ++i) {
-            Element a, b;
+            Left a;
+            Right b;
             memcpy(&a, tile[kA].bytes[row] + (line * kPack + i) * sizeof a, sizeof a);
             memcpy(&b, tile[kB].bytes[line] + (lane * kPack + i) * sizeof b, sizeof b);
             sum += widen(a) * widen(b);
@@ -144,6 +153,10 @@ struct Tiles {
   template <int kInto, int kA, int kB>
   static void add_int8_product() {
     asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kInto), "i"(kA), "i"(kB));
+  }
+  template <int kInto, int kA, int kB>
+  static void add_uint8_int8_product() {  // kA holds the unsigned ones
+    asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kInto), "i"(kA), "i"(kB));
   }
 
  private:

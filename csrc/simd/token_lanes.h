@@ -30,7 +30,23 @@ inline uint32_t not_less(Lanes a, float least) {
   return _mm512_cmp_ps_mask(a.x, _mm512_set1_ps(least), _CMP_NLT_UQ);
 }
 
+// sums[i] = the sum of the lanes of a[i].
+inline void sum_each(const Lanes (&a)[4], float (&sums)[4]) {
+  const __m512 two = _mm512_add_ps(_mm512_unpacklo_ps(a[0].x, a[1].x), _mm512_unpackhi_ps(a[0].x, a[1].x));
+  const __m512 other = _mm512_add_ps(_mm512_unpacklo_ps(a[2].x, a[3].x), _mm512_unpackhi_ps(a[2].x, a[3].x));
+  const __m512 four = _mm512_add_ps(_mm512_shuffle_ps(two, other, 0x44), _mm512_shuffle_ps(two, other, 0xee));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(four), _mm512_extractf32x8_ps(four, 1));
+  _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+
 #elif defined(__AVX2__)
+
+inline void sum_each(const Lanes (&a)[4], float (&sums)[4]) {
+  __m256 halves[4];
+  for (int i = 0; i < 4; ++i) halves[i] = _mm256_add_ps(a[i].low, a[i].high);
+  const __m256 four = _mm256_hadd_ps(_mm256_hadd_ps(halves[0], halves[1]), _mm256_hadd_ps(halves[2], halves[3]));
+  _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1)));
+}
 
 inline Lanes load_token(const int8_t* line, std::size_t token) {
   const __m128i shift = _mm_cvtsi32_si128(24 - 8 * static_cast<int>(token));
@@ -60,6 +76,10 @@ inline uint32_t not_less(Lanes a, float least) {
 }
 
 #else
+
+inline void sum_each(const Lanes (&a)[4], float (&sums)[4]) {
+  for (int i = 0; i < 4; ++i) sums[i] = sum_of(a[i]);
+}
 
 inline Lanes load_token(const int8_t* line, std::size_t token) {
   Lanes lanes;

@@ -331,9 +331,21 @@ class BoundedArrays:
         figures: npt.NDArray[np.float32],
     ) -> None: ...
 
+class BoundedTuning:
+    """What benchmarks vary: see csrc/ops/bounded.h."""
+
+    scan_far_bytes: int
+    is_near_fetched_late: bool
+    code_pieces_ahead: int
+    keep_far_keys: int
+    keep_near_keys: int
+    is_keep_fetch_spread: bool
+
 class BoundedPool:
     """See `ambidex.kernels.cpu.bounded.BoundedPool`."""
 
+    @property
+    def tuning(self) -> BoundedTuning: ...
     def __init__(self, threads: ThreadPool) -> None: ...
     def attend(self, arrays: BoundedArrays, batch: KeyBatch, *, isa: str | None = None) -> None: ...
     def take_phase_seconds(self) -> list[float]: ...
