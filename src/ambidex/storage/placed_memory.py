@@ -66,7 +66,8 @@ class PlacedMemory:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
 
     def place(self, start: int, stop: int, nodes: Sequence[int]) -> str | None:
-        """Have bytes start … stop − 1 lie on a node, or in turn on several; returns why they do not, or None.
+        """Have bytes start … stop − 1, which nobody has touched, lie on a node, or in turn on several; returns why they
+        do not, or None.
 
         A page lies on one node: those that the part shares with its neighbours stay theirs.
         Cost: touches the part, and asks the kernel about every page.
