@@ -85,6 +85,20 @@ def test_v_of_first_layers_goes_to_dram_where_the_cxl_tier_is_small(spec: KVSpec
     assert (host.layout.num_near, host.layout.first_cxl_layer) == (most, spec.num_layers - 1)
 
 
+@given(SPECS, st.integers(1, 50), st.integers(0, 9))
+def test_v_of_layers_in_which_the_cpu_reads_it_lies_in_dram_where_there_is_room(
+    spec: KVSpec, most: int, num_near_v: int
+) -> None:
+    plenty = most * spec.bytes_per_block
+    host = divide_host(KVMapping.K_DRAM_V_CXL, spec, dram=plenty, cxl=plenty, most_blocks=most, num_near_v=num_near_v)
+    assert host.layout.first_cxl_layer == min(num_near_v, spec.num_layers - 1)
+    k_and_scales = most * (spec.part_bytes_per_block + spec.scale_bytes_per_block)
+    short = divide_host(
+        KVMapping.K_DRAM_V_CXL, spec, dram=k_and_scales, cxl=plenty, most_blocks=most, num_near_v=num_near_v
+    )
+    assert (short.layout.num_near, short.layout.first_cxl_layer) == (most, 0)
+
+
 @given(SPECS, st.integers(1, 20))
 def test_k_is_spilled_where_dram_is_small_in_whole_pages(spec: KVSpec, units: int) -> None:
     assume(spec.dtype is not DType.INT8)  # its scales lie in DRAM, also of spilled blocks

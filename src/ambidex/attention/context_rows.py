@@ -85,6 +85,19 @@ class ContextRows:
         assert rows is not None, "a request has blocks on some tier"
         return rows.view(num_heads, num_places, -1)
 
+    def copy_to_host(self, part: KVPart, layer_idx: int, to: Tensor, first: int) -> None:
+        """Copy K or V of positions `first`, `first` + 1, … into `to` [Hkv, n, D] in host memory.
+
+        Cost: reads the rows of all positions; waits for the device.
+        """
+        end = first + to.shape[1]
+        for tier, (ids, positions) in self._parts.items():
+            pool = self._pools[tier]
+            found = pool.read_rows(part, layer_idx, ids.to(pool.device), num_keys=len(positions), dtype=to.dtype).cpu()
+            places = positions.cpu()
+            is_wanted = (places >= first) & (places < end)
+            to[:, places[is_wanted] - first] = found[:, is_wanted]
+
     def _tiers_of(self, flat: Tensor) -> list[tuple[Tier, Tensor | None]]:
         """The tiers of some positions, each with the mask of those that lie there; None: all."""
         if len(self._parts) == 1:

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import click
 
+from ambidex.cli.calibrate_accuracy import AccuracyCommand
 from ambidex.cli.lists import MAX_COUNT
 from ambidex.cli.services import Services
 from ambidex.cli.session import SettingsCommand
@@ -97,11 +98,12 @@ class CalibrateCommand(click.Group):
             "calibrate",
             callback=calibrate,
             invoke_without_command=True,
-            commands=[NeuronsCommand()],
+            commands=[AccuracyCommand(), NeuronsCommand()],
             short_help="Measure this machine's rates into its profile.",
             help="Measure what the cost model needs of this machine: reads of DRAM and GPU memory, products of weights "
             "by format and tokens, attention, copies, handovers, each NUMA node's memory. Best while nothing else runs."
-            " What Ctrl-C interrupts goes on where it was. `calibrate neurons` measures a model instead.",
+            " What Ctrl-C interrupts goes on where it was. `calibrate neurons` and"
+            " `calibrate accuracy` measure a model instead.",
             params=[
                 VerbOption(["--profile"], type=path, help="file to write; default: this machine's in the user's cache"),
                 VerbOption(["--num-threads"], type=click.IntRange(1, 4096),
@@ -123,11 +125,13 @@ def calibrate(
     from ambidex.calibrate.run import calibrate as measure
     from ambidex.calibrate.run import measured_nodes, part_names
     from ambidex.hw.profile_file import default_path, profile_json, read_profile
-    from ambidex.hw.topology import read_topology
+    from ambidex.hw.topology import check_num_threads, read_topology
 
     services: Services = ctx.obj
     machine = services.describe_machine()
     path = profile if profile is not None else default_path(os.environ)
+    if num_threads is not None:
+        check_num_threads(num_threads)
     threads = num_threads or max(1, machine.cores - (machine.gpu is not None))
     names = part_names(has_gpu=machine.gpu is not None, node_ids=measured_nodes(read_topology()))
     rows, num_kept = [], 0

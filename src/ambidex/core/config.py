@@ -11,7 +11,15 @@ from typing import Any, Final
 
 from ambidex.core.errors import ConfigError
 from ambidex.core.kv_mapping import KVMapping, parse_slow_memory
-from ambidex.core.policy import BoundedScores, H2OForm, HybridGenFeedback, HybridGenMode, PolicyName, resolve_policy
+from ambidex.core.policy import (
+    LANE_PRESETS,
+    BoundedScores,
+    H2OForm,
+    HybridGenFeedback,
+    HybridGenMode,
+    PolicyName,
+    resolve_policy,
+)
 from ambidex.core.sparsity import OFF, NeuronCache, parse_sparsity
 from ambidex.core.units import GIB, MIB, format_count, parse_size
 
@@ -223,7 +231,8 @@ class EngineConfig:
     )  # fmt: skip
     policy: PolicyName = setting(
         PolicyName.EXACT, SettingKind.CHOICE,
-        "which keys a decode step attends; exact: all; bounded: all but a known mass; the others as published",
+        "which keys a decode step attends; exact: all; bounded: all but a known mass; flexgen, moe_lightning: all, "
+        "read over the link or by the CPU alone; the others as published",
     )  # fmt: skip
     policy_tokens: int | None = setting(
         None, SettingKind.INT, "keys from before a step that the policy attends, at most; default: the policy's",
@@ -254,7 +263,8 @@ class EngineConfig:
         high=4096,
     )
     exact_layers: int | None = setting(
-        None, SettingKind.INT, "first layers that attend all keys (quest, infinigen, hybridgen); default: 2",
+        None, SettingKind.INT, "first layers that attend all keys (quest, infinigen, hybridgen); default: 2, or as "
+        "calibrated for hybridgen",
         unit="layers", low=0,
     )  # fmt: skip
     alpha: float | None = setting(
@@ -273,12 +283,18 @@ class EngineConfig:
         "off",
     )  # fmt: skip
     min_selected_tokens: int | None = setting(
-        None, SettingKind.INT, "keys that hybridgen's feedback leaves selected at least; default: 64",
+        None, SettingKind.INT, "keys that hybridgen's feedback leaves selected at least; default: as calibrated, "
+        "else 64",
         unit="tokens", low=2,
     )  # fmt: skip
     near_tokens: int | None = setting(
         None, SettingKind.INT, "newest keys that hybridgen always attends, with true scores; default: 64",
         unit="tokens", low=0,
+    )  # fmt: skip
+    accuracy_profile: str | None = setting(
+        None, SettingKind.TEXT,
+        "file of `ambidex calibrate accuracy`: least keys and first layers of hybridgen, where they are not set; "
+        "default: the one that it wrote for this model into the user's cache",
     )  # fmt: skip
     max_dropped_mass: float | None = setting(
         None, SettingKind.NUMBER,
@@ -338,7 +354,7 @@ class EngineConfig:
         Elsewhere it is off where nobody asks for it: prompts that are computed are what benchmarks measure, and a
         prompt that is computed in other chunks than before is rounded otherwise.
         """
-        if self.prefix_cache_percent is not None or self.policy is not PolicyName.EXACT:  # a policy follows each prompt
+        if self.prefix_cache_percent is not None or not self.policy.attends_all:  # a policy follows each prompt
             return self
         return dataclasses.replace(self, prefix_cache_percent=100)
 
@@ -371,15 +387,42 @@ class EngineConfig:
             raise ConfigError(
                 f"`tune_weights` moves weights away from a solved placement, `placement` is {self.placement}: use auto"
             )
-        if self.policy is not PolicyName.EXACT and self.prefix_cache_percent:
+        self._check_preset()
+        if not self.policy.attends_all and self.prefix_cache_percent:
             raise ConfigError(
                 f"`prefix_cache_percent` is {self.prefix_cache_percent}: policy {self.policy} must see every prompt as "
                 f"it is computed: use 0, or policy exact"
             )
-        if self.session_dir is not None and self.policy is not PolicyName.EXACT:
+        if self.session_dir is not None and not self.policy.attends_all:
             raise ConfigError(f"`session_dir` needs a prefix cache, which policy {self.policy} has not: leave it out")
         if self.session_dir is not None and self.prefix_cache_percent == 0:
             raise ConfigError("`session_dir` needs a prefix cache, and `prefix_cache_percent` is 0: leave one out")
+
+    def _check_preset(self) -> None:
+        """Refuse what decides the same as a policy that says who reads what."""
+        preset = LANE_PRESETS.get(self.policy)
+        if preset is None:
+            return
+        if self.stream_percent not in (None, preset.stream_percent):
+            raise ConfigError(
+                f"`stream_percent` is {self.stream_percent}, and `policy` {self.policy} means {preset.stream_percent}: "
+                f"leave it out, or use `policy` exact"
+            )
+        if self.placement not in (None, "auto"):
+            raise ConfigError(
+                f"`placement` {self.placement} says where weights lie, and so does `policy` {self.policy}: leave it "
+                f"out, use auto, which follows the rule that was published, or use `policy` exact"
+            )
+        if self.tune_weights:
+            raise ConfigError(
+                f"`tune_weights` moves what `policy` {self.policy} has placed by its own rule: leave it out, or use "
+                f"`policy` exact"
+            )
+        if self.mlp_sparsity != OFF:
+            raise ConfigError(
+                f"`mlp_sparsity` {self.mlp_sparsity} is for what the CPU multiplies, which is nothing with `policy` "
+                f"{self.policy}: leave it out, or use `policy` exact"
+            )
 
 
 def _check_cxl(config: EngineConfig) -> None:

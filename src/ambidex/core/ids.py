@@ -31,7 +31,8 @@ class Fallback(StrEnum):
     Counted are: buffers in memory that could not be pinned; CXL tiers that could not be had, or less of one than was
     asked for; pools without huge pages; threads without a processor of
     their own; engines whose native ops have no AVX2; engines without native ops; ops without their kernel for this
-    device; captures of graphs that failed; chunks of prompts that had to be smaller.
+    device; captures of graphs that failed; chunks of prompts that had to be smaller; engines whose policy wants a link
+    to a GPU that there is not.
     """
 
     PAGEABLE_MEMORY = "pageable_memory"
@@ -43,6 +44,7 @@ class Fallback(StrEnum):
     PLAIN_KERNELS = "plain_kernels"
     NO_GRAPHS = "no_graphs"
     SMALLER_CHUNKS = "smaller_chunks"
+    NO_LINK = "no_link"
 
 
 class Lane(StrEnum):

@@ -40,22 +40,23 @@ class HostBlocks:
 
 
 def divide_host(
-    mapping: KVMapping, spec: KVSpec, *, dram: int, cxl: int, most_blocks: int, beside: int = 0
+    mapping: KVMapping, spec: KVSpec, *, dram: int, cxl: int, most_blocks: int, beside: int = 0, num_near_v: int = 0
 ) -> HostBlocks:
     """Lay out as many blocks as two budgets hold, at most `most_blocks`.
 
-    K goes to DRAM and V to the CXL tier. Where the CXL tier is full, V of the first layers goes to DRAM, of as few as
-    may be; where DRAM is full, K of some blocks goes to the CXL tier: who gives out blocks sees to it that these are
-    the oldest.
+    K goes to DRAM and V to the CXL tier, but for that of the first `num_near_v` layers. Where the CXL tier is full,
+    V of more layers goes to DRAM, of as few as may be. Where DRAM is full, V of all layers goes to the CXL tier; and
+    where that is not enough, K of some blocks: who gives out blocks sees to it that these are the oldest.
 
     Args:
         mapping: one of the three, not `auto`.
         dram, cxl: bytes that are left for blocks.
         beside: bytes that policies keep of each block, always in DRAM.
+        num_near_v: first layers in which the CPU reads V in every step, whatever it does in the others.
     Raises:
         ConfigError: the budget of the CXL tier does not hold its part of one block.
     """
-    layouts = [*_layouts(mapping, spec, beside)]
+    layouts = [*_layouts(mapping, spec, beside, num_near_v)]
     best, best_count = layouts[0], -1
     for candidate in layouts:
         count = min(
@@ -94,14 +95,17 @@ class _Layout:
     sizes: tuple[int, int]
 
 
-def _layouts(mapping: KVMapping, spec: KVSpec, beside: int) -> Iterator[_Layout]:
-    """From the most in the CXL tier to the least."""
+def _layouts(mapping: KVMapping, spec: KVSpec, beside: int, num_near_v: int) -> Iterator[_Layout]:
+    """The one that is wanted, then those with less in the CXL tier, then those with more."""
     part, scales = spec.part_bytes_per_block, spec.scale_bytes_per_block
     if mapping is KVMapping.DRAM:
         size = 2 * part + scales
         yield _Layout(first_cxl_layer=0, near={Tier.DRAM: size}, sizes=(size + beside, 0))
         return
-    numbers_of_layers = (0,) if mapping is KVMapping.INTERLEAVE else range(spec.num_layers)
+    wanted = min(num_near_v, spec.num_layers - 1)
+    numbers_of_layers = (
+        [0] if mapping is KVMapping.INTERLEAVE else [*range(wanted, spec.num_layers), *reversed(range(wanted))]
+    )
     for num_layers in numbers_of_layers:
         moved = part // spec.num_layers * num_layers
         near = {Tier.DRAM: part + scales + moved, Tier.CXL: part - moved}

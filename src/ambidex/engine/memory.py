@@ -124,6 +124,7 @@ def plan_memory(
     scan_bytes: Mapping[Tier, int] | None = None,
     mapping: KVMapping = KVMapping.DRAM,
     cxl_bytes: int = 0,
+    num_near_v: int = 0,
 ) -> MemoryPlan:
     """Divide the budgets.
 
@@ -132,6 +133,7 @@ def plan_memory(
         scan_bytes: what bounded attention keeps beside each block of a tier; None: nothing.
         mapping: where K and V in host memory shall lie, not `auto`.
         cxl_bytes: what the CXL tier has for them.
+        num_near_v: first layers in which the CPU reads V in every step: theirs rather lies in DRAM.
     Raises:
         ConfigError: a budget is too small for the model; says what is needed.
     """
@@ -171,6 +173,7 @@ def plan_memory(
         cxl=cxl_bytes,
         most_blocks=default_blocks if config.dram_memory is None else most_blocks,
         beside=beside[Tier.DRAM],
+        num_near_v=num_near_v,
     )
     num_blocks = {Tier.GPU: gpu_blocks, **host.num_blocks}
     max_len, reason = _context_len(

@@ -3,10 +3,11 @@
 Reads what the system says and measures nothing. GPUs belong to the data plane (`ambidex.runner.device`).
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ambidex.core.errors import MachineError
+from ambidex.core.errors import ConfigError, MachineError
 from ambidex.hw.cgroup import find_cpu_quota
 from ambidex.hw.memory import read_fields
 from ambidex.hw.numa import NumaNode, find_local_node, parse_list, read_list, read_nodes
@@ -47,6 +48,12 @@ class Topology:
         far = max(distances.values(), default=0)
         return tuple(sorted(found, key=lambda node: (distances.get(node.node_id, far), -node.free_bytes, node.node_id)))
 
+    @property
+    def max_threads(self) -> int:
+        """More threads than this wait for each other: allowed cores, at most the quota, a part of a core counted."""
+        quota = len(self.allowed_cores) if self.cpu_quota is None else math.ceil(self.cpu_quota)
+        return max(1, min(len(self.allowed_cores), quota))
+
 
 def read_topology(root: Path = Path("/")) -> Topology:
     """Read the machine.
@@ -73,6 +80,22 @@ def read_topology(root: Path = Path("/")) -> Topology:
         cpu_quota=find_cpu_quota(root),
         numa_nodes=read_nodes(root, online),
     )
+
+
+def check_num_threads(num_threads: int) -> None:
+    """See whether so many threads can run at once.
+
+    Raises:
+        ConfigError: this process may not use as many processors; threads that share one wait for each other in every
+            op, thousands of them for minutes.
+    """
+    most = read_topology().max_threads
+    if num_threads > most:
+        processors = "1 processor" if most == 1 else f"{most} processors"
+        raise ConfigError(
+            f"`num_threads` is {num_threads}: this process may use {processors} (affinity mask and CPU quota): ask for "
+            f"at most {most}, or leave it out"
+        )
 
 
 def last_level_cache_bytes() -> int:

@@ -66,6 +66,7 @@ class ServerApp:
         self.answers = Answers(config.max_queue)
         self.metrics = Metrics(self._gauges)
         self._on_failed = on_failed
+        self._drain_s = config.drain_s
         self._handlers = Handlers(
             config=config,
             names=tuple(names),
@@ -93,6 +94,11 @@ class ServerApp:
             tracing=tracing,
         )
 
+    def end_by(self, seconds: float) -> None:
+        """Be told, once, how long the end of the server may take from now on: saving ends then."""
+        if self.service.end_s is None:
+            self.service.end_s = time.monotonic() + seconds
+
     @contextlib.asynccontextmanager
     async def _life(self, app: FastAPI) -> AsyncIterator[None]:
         del app
@@ -101,6 +107,7 @@ class ServerApp:
             yield
         finally:
             self.answers.fail_all()
+            self.end_by(self._drain_s)
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task

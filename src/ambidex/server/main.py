@@ -13,8 +13,10 @@ import uvicorn
 
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import AmbidexError, ConfigError, InternalError
+from ambidex.engine.sessions import check_session_folder
 from ambidex.server.app import ServerApp
 from ambidex.server.config import LogFormat, ServerConfig
+from ambidex.server.connection import Connection
 from ambidex.server.service import EngineService, Progress
 from ambidex.server.tracing import open_tracing
 from ambidex.server.worker.client import WorkerEngine
@@ -40,11 +42,13 @@ def serve(
     Args:
         on_bound: called with the URL when the port is taken, before the model loads.
     Raises:
-        ConfigError: the settings are not safe, or the address cannot be listened on.
+        ConfigError: the settings are not safe, another engine uses the session folder, or the address cannot be
+            listened on.
         AmbidexError: the model cannot be loaded, or the engine failed and could not be built anew.
     """
     api_keys = config.read_api_keys()
     tracing = open_tracing(config.otlp_endpoint, version=version)
+    check_session_folder(engine_config)
     listener = bind(config)
     set_up_log(config.log_format)
 
@@ -80,7 +84,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app.asgi,
-                http="httptools",
+                http=Connection,
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -117,6 +121,7 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
     def _drain(self, drain_s: float) -> None:
+        self._app.end_by(drain_s)
         self._app.answers.close()
         asyncio.get_running_loop().call_later(drain_s, self._app.answers.fail_all)
 

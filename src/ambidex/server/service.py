@@ -77,6 +77,8 @@ class EngineService:
         self.error: AmbidexError | Exception | None = None
         self.loaded_bytes = (0, 0)
         self.num_restarts = 0
+        self.end_s: float | None = None
+        """When whoever ends the server wants it ended, as `time.monotonic` has it: until then blocks are saved."""
 
     @property
     def state(self) -> EngineState:
@@ -216,7 +218,7 @@ class EngineService:
         if self._state is not EngineState.FAILED:
             self._state = EngineState.CLOSED
         if self._llm is not None:
-            await self._llm.close()
+            await self._llm.close(None if self.end_s is None else max(0.0, self.end_s - time.monotonic()))
 
 
 def _freeze_heap() -> None:

@@ -9,6 +9,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ambidex.server.connection import IS_EVENTS
+
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
@@ -91,6 +93,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the frames as they come."""
+        scope[IS_EVENTS] = True
         with contextlib.suppress(ClientGoneError):
             await while_connected(receive, self._send_all(scope.get(SEND, send)))
 

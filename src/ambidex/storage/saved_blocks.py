@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 MAX_PENDING_BYTES: Final = 64 * MIB
 """Copied, but not written yet; at least one block."""
+LAST_FILE_S: Final = 1.0
+"""For the file that is being written when time is up; a disk that hangs keeps no engine from ending."""
 _NEWEST: Final = 0.3
 """Weight of the newest reading in the mean rate."""
 
@@ -66,6 +68,8 @@ class SavedBlocks:
         self._has_warned = False  # of a block that is not used
         self._num_failed = 0
         self._read_rate: float | None = None
+        self._end_s: float | None = None
+        self._num_given_up = 0  # copied, but there was no time to write them
         if folder.unknown:
             logger.warning(
                 "the session folder holds %d entries that are none of its own, they are left alone: %s",
@@ -182,16 +186,28 @@ class SavedBlocks:
         while self._pending:
             time.sleep(0.001)
 
-    def close(self) -> None:
-        """Write what was copied, and let another engine use the folder."""
+    def close(self, end_s: float | None = None) -> int:
+        """Write what was copied, and let another engine use the folder.
+
+        Args:
+            end_s: a time of `time.monotonic` after which no file is begun; None: all are written.
+        Returns:
+            Blocks that were copied and not written.
+        """
+        self._end_s = end_s
         self._jobs.put(None)
-        self._writer.join()
+        self._writer.join(None if end_s is None else max(0.0, end_s - time.monotonic()) + LAST_FILE_S)
         self._folder.close()
+        return self._num_given_up + len(self._pending)
 
     def _write_all(self) -> None:
         """The thread: write blocks until told to end."""
         while (job := self._jobs.get()) is not None:
             head, payload = job
+            if self._end_s is not None and time.monotonic() >= self._end_s:
+                self._num_given_up += 1
+                del self._pending[head.key]
+                continue
             try:
                 num_bytes = write_block_file(self._folder.path_of(head.key, head.block_idx), head, [payload])
                 self._folder.note(head.key, head.block_idx, num_bytes)

@@ -75,6 +75,20 @@ class SlowTier:
             )
             wait_until(start + least)
 
+    @contextmanager
+    def copying(self, slow_bytes: float, num_bytes: float) -> Iterator[None]:
+        """Launch a copy to or from the accelerator within this; without a GPU it is a read on the host.
+
+        Args:
+            slow_bytes: of all `num_bytes` that are copied.
+        """
+        if self._stream_delay is None:
+            with self.reading(slow_bytes, num_bytes):
+                yield
+        else:
+            yield
+            self.delay_stream(slow_bytes)
+
     def delay_stream(self, slow_bytes: float) -> None:
         """Behind a copy to or from a GPU that the current stream was just given: hold the stream for as long as slow
         memory would have taken longer than this machine's.

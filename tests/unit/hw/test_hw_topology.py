@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 from machine_tree import V1_CPU_MOUNT, V2_MOUNT, write_machine
 
-from ambidex.core.errors import MachineError
+from ambidex.core.errors import ConfigError, MachineError
 from ambidex.hw.numa import NumaNode
-from ambidex.hw.topology import read_topology
+from ambidex.hw.topology import check_num_threads, read_topology
 
 
 def test_read_topology_takes_model_and_flags_of_the_first_processor(tmp_path: Path) -> None:
@@ -48,6 +48,21 @@ def test_cpu_quota_of_v2_is_the_tightest_up_to_the_root(tmp_path: Path) -> None:
     }
     topology = read_topology(write_machine(tmp_path, files))
     assert (topology.cpu_quota, topology.num_usable_cores) == (0.5, 1)
+
+
+def test_threads_are_bounded_by_cores_and_a_begun_core_of_the_quota(tmp_path: Path) -> None:
+    v2 = {"proc/self/cgroup": "0::/jobs\n", "proc/self/mountinfo": V2_MOUNT}
+    for quota, wanted in (("max 100000", 4), ("250000 100000", 3), ("50000 100000", 1), ("900000 100000", 4)):
+        assert read_topology(write_machine(tmp_path, {**v2, "sys/fs/cgroup/jobs/cpu.max": quota})).max_threads == wanted
+
+
+def test_more_threads_than_can_run_are_refused_with_the_limit() -> None:
+    most = read_topology().max_threads
+    check_num_threads(most)
+    with pytest.raises(
+        ConfigError, match=rf"`num_threads` is 4096: this process may use {most} .*ask for at most {most},"
+    ):
+        check_num_threads(4096)
 
 
 def test_numa_node_without_cores_is_memory_only(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import torch
 from ambidex.kernels.cpu.native import ThreadPool
 from ambidex.kernels.linear import LinearContext
 from ambidex.mlp.cuts import SiteShape
+from ambidex.mlp.host_lane import HostSide
 from ambidex.mlp.parts import Part, Rows
 from ambidex.mlp.rates import TOKENS, LaneRates, keep_whole, measure_cpu
 from ambidex.models.divided import _share_out
@@ -49,7 +50,7 @@ def test_rates_of_the_cpu_are_measured_for_every_size() -> None:
     part = Part(
         Rows(shape, rows, torch.randn(shape.num_numbers).bfloat16().view(torch.uint8), torch.bfloat16), None, linear
     )
-    rates, most_native_tokens = measure_cpu([part], linear)
+    rates, most_native_tokens = measure_cpu([HostSide(shape, [part])], linear)
     assert list(rates) == list(TOKENS)
     assert all(rate > 0 for rate in rates.values())
     assert most_native_tokens in (0, *TOKENS)
@@ -61,8 +62,7 @@ def test_products_with_quantised_weights_are_native_whatever_was_measured() -> N
     shape = SiteShape(num_in=64, num_rows=64, kind="Q4_0")
     linear = LinearContext(ThreadPool(1), most_native_tokens=0)
     memory = torch.zeros(shape.num_bytes(64, 2), dtype=torch.uint8)
-    rates, most_native_tokens = measure_cpu(
-        [Part(Rows(shape, range(64), memory, torch.bfloat16), None, linear)], linear
-    )
+    part = Part(Rows(shape, range(64), memory, torch.bfloat16), None, linear)
+    rates, most_native_tokens = measure_cpu([HostSide(shape, [part])], linear)
     assert list(rates) == list(TOKENS)
     assert most_native_tokens == linear.most_native_tokens == TOKENS[-1]

@@ -60,7 +60,7 @@ def cxl_rows(choices: Choices) -> list[ReportRow]:
     else:
         what = "V lies in the CXL tier"
         if layout.first_cxl_layer:
-            what += f", that of the first {layout.first_cxl_layer} layers in DRAM, for want of room"
+            what += f", that of the first {layout.first_cxl_layer} layers in DRAM"
         if layout.num_spilled:
             what += f"; K, too, of {layout.num_spilled} of {layout.num_blocks} blocks, the oldest"
     rows = [

@@ -9,18 +9,21 @@ from torch import Tensor
 
 from ambidex.attention.bounded_scan import BoundedScan, WaitWritten
 from ambidex.attention.chunk_stream import MIN_STREAMED_QUERIES, ChunkStream
+from ambidex.attention.early_decode import EarlyDecode
 from ambidex.attention.paced import PacedReader
 from ambidex.attention.readers import Reader
+from ambidex.attention.row_store import RowStore
 from ambidex.attention.select.policy import Need
 from ambidex.attention.select.registry import make_policy
 from ambidex.attention.selective import SelectiveAttention
 from ambidex.attention.streamed import measure_stream_share, why_no_stream
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import EngineConfig
+from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import KVPart, Tier
 from ambidex.core.kv_spec import KVOrder
-from ambidex.core.policy import HybridGenFeedback, PolicyName, resolve_policy
+from ambidex.core.policy import HybridGenFeedback, PolicyName
 from ambidex.core.selection import SelectionLimits, SelectionSetting
 from ambidex.engine.compose.choices import Choices, decode_buckets
 from ambidex.engine.compose.weights import Divided
@@ -42,6 +45,7 @@ from ambidex.sched.feedback import SelectionFeedback
 from ambidex.storage.host_memory import HostMemory
 from ambidex.storage.kv_pool import KVPool, RowKVPool
 from ambidex.storage.lane_clock import LaneClock
+from ambidex.storage.row_home import RowHome
 from ambidex.storage.scan_copy import ScanCopy
 from ambidex.storage.slow_tier import SlowTier
 from ambidex.storage.tile_writer import TileWriter
@@ -140,9 +144,14 @@ def make_tuner(
     )
 
 
-def make_feedback(config: EngineConfig, max_context_len: int) -> SelectionFeedback | None:
-    """What steers the policy by measured times; None: nothing does."""
-    settings = resolve_policy(config)
+def make_feedback(choices: Choices) -> SelectionFeedback | None:
+    """What steers the policy by measured times; None: nothing does.
+
+    Raises:
+        ConfigError: the least number of keys is above the context limit.
+    """
+    settings, max_context_len = choices.policy.settings, choices.memory.max_context_len
+    choices.policy.check_floor(max_context_len)
     feedback = settings.hybridgen_feedback
     if feedback in (None, HybridGenFeedback.OFF):
         return None
@@ -156,11 +165,9 @@ def make_feedback(config: EngineConfig, max_context_len: int) -> SelectionFeedba
     )
 
 
-def make_bounded(
-    config: EngineConfig, choices: Choices, pools: Mapping[Tier, KVPool], min_scanned: int
-) -> BoundedScan | None:
+def make_bounded(choices: Choices, pools: Mapping[Tier, KVPool], min_scanned: int) -> BoundedScan | None:
     """The bounded policy in its native form; None: another policy, the reference form, or no pool that it reads."""
-    settings = resolve_policy(config)
+    settings = choices.policy.settings
     tiled = {tier: pool for tier, pool in pools.items() if isinstance(pool, TiledKVPool) and pool.num_blocks}
     if not choices.bounded.is_native or not tiled or choices.threads is None:
         return None
@@ -187,6 +194,11 @@ def choose_stream_share(config: EngineConfig, choices: Choices, pools: Mapping[T
         reason = "the part of the GPU's budget that is for streamed keys holds no block of a layer"
     dram = pools[Tier.DRAM]
     if reason is not None or not isinstance(dram, TiledKVPool):
+        if config.policy is PolicyName.FLEXGEN and choices.device.type == "cuda":
+            raise ConfigError(
+                f"`policy` flexgen reads all keys in DRAM over the link, which cannot be had: {reason}: change that, "
+                f"or use `policy` exact"
+            )
         if config.stream_percent:
             raise ConfigError(f"`stream_percent` {config.stream_percent} cannot be had, use 0: {reason}")
         return 0.0, str(reason)
@@ -289,10 +301,14 @@ def _pacing(pool: KVPool, wrap: Callable[[Tier, Reader], Reader] | None) -> Call
 
 
 def with_policy(
-    config: EngineConfig, choices: Choices, model: CausalLM, exact: TieredAttention
+    config: EngineConfig, choices: Choices, model: CausalLM, exact: TieredAttention, host_memory: HostMemory
 ) -> TieredAttention | SelectiveAttention:
-    """Attention whose keys a policy chooses; with `exact` the very object that attends all."""
-    settings = resolve_policy(config)
+    """Attention whose keys a policy chooses; with `exact` the very object that attends all.
+
+    Args:
+        host_memory: who is asked for what the policy keeps in host memory.
+    """
+    settings = choices.policy.settings
     if settings.is_exact or choices.bounded.is_native:
         return exact
     formats = {pool.spec.dtype for pool in exact.pools.values() if pool.num_blocks}
@@ -303,10 +319,28 @@ def with_policy(
         )
     policy = make_policy(settings, choices.spec)
     look_ahead = LookAhead(model, choices.spec.num_layers) if Need.LOOK_AHEAD in policy.needs else None
+    early = None
+    has_rows = len(formats) == 1 and DType.INT8 not in formats
+    home = RowHome(
+        choices.memory.host.layout, nodes=choices.cxl.nodes, slow=exact.pools[Tier.DRAM].slow, memory=host_memory
+    )
+    row_store = RowStore(choices.spec, exact.pools, home) if has_rows else None
+    if settings.name is PolicyName.HYBRIDGEN and look_ahead is not None and row_store is not None:
+        assert settings.near_tokens is not None, "settings of hybridgen"
+        early = EarlyDecode(
+            choices.spec,
+            TieredAttention(choices.spec, exact.pools, wrap=_pacing(exact.pools[Tier.DRAM], None)),
+            look_ahead,
+            row_store,
+            num_near=settings.near_tokens,
+            is_timed=Need.TIMES in policy.needs,
+        )
     return SelectiveAttention(
         policy,
         choices.spec,
         exact,
         look_ahead=look_ahead,
+        early=early,
+        row_store=row_store if choices.device.type == "cuda" else None,
         verify_every=CHOICES_PER_VERIFIED if config.verify else 0,
     )

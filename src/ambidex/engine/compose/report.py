@@ -9,7 +9,15 @@ from ambidex.engine.compose.choices import Choices
 from ambidex.engine.compose.host import cxl_rows
 from ambidex.engine.compose.sparsity import cache_rows, sparsity_rows
 from ambidex.engine.compose.weights import Divided
-from ambidex.engine.fallbacks import Fallbacks, note_cxl, note_kernels, note_memory, note_native, note_threads
+from ambidex.engine.fallbacks import (
+    Fallbacks,
+    note_cxl,
+    note_kernels,
+    note_memory,
+    note_native,
+    note_no_link,
+    note_threads,
+)
 from ambidex.engine.policy_report import policy_rows
 from ambidex.engine.report import EngineReport, ReportRow
 from ambidex.engine.start_report import PoolFacts, make_report
@@ -23,7 +31,9 @@ from ambidex.models.quantized import describe_kept
 from ambidex.storage.kv_pool import KVPool
 
 
-def collect_fallbacks(choices: Choices, pools: Mapping[Tier, KVPool], divided: DividedWeights | None) -> Fallbacks:
+def collect_fallbacks(
+    config: EngineConfig, choices: Choices, pools: Mapping[Tier, KVPool], divided: DividedWeights | None
+) -> Fallbacks:
     """What this engine does without."""
     found = Fallbacks()
     try:
@@ -42,6 +52,8 @@ def collect_fallbacks(choices: Choices, pools: Mapping[Tier, KVPool], divided: D
         page_refusals[Tier.DRAM] = divided.page_refusal
     note_memory(found, pin_refusals, page_refusals)
     note_cxl(found, choices.cxl.refusals)
+    if choices.device.type != "cuda":
+        note_no_link(found, config.policy)
     return found
 
 
@@ -116,7 +128,7 @@ def describe(
             *(choices.weights.auto.rows() if choices.weights.auto is not None else ()),
             ReportRow(section="compute", name="threads", value=str(choices.num_threads)),
             ReportRow(section="compute", name="decode", value=choices.decode_form.value, why=choices.decode_form_why),
-            *policy_rows(config, choices.bounded),
+            *policy_rows(choices.policy, choices.bounded),
             ReportRow(section="compute", name="stream_share", value=f"{stream[0]:.2f} of keys in DRAM", why=stream[1]),
         ],
         kv=choices.kv,

@@ -28,7 +28,9 @@ from ambidex.engine.compose.weights import Progress, load_model
 from ambidex.engine.core import EngineCore
 from ambidex.engine.engine import Engine
 from ambidex.engine.executor import Executor, Launch
+from ambidex.engine.lane_preset import follow_preset
 from ambidex.engine.report import EngineFigures
+from ambidex.engine.sessions import check_session_folder
 from ambidex.engine.text_side import TextFacts, TextSide, make_chat_template, model_path
 from ambidex.engine.trace_file import open_tracer
 from ambidex.engine.traced import TracedCore
@@ -40,6 +42,7 @@ from ambidex.models.base import CausalLM
 from ambidex.models.site_plans import RingSizes
 from ambidex.models.weight_moves import CopyChunk, copy_chunk
 from ambidex.runner.decode import DecodeForm
+from ambidex.runner.device import choose_device
 from ambidex.runner.graphs import Capture, CudaCapture
 from ambidex.runner.host_blocks import HostIds, MergedExecutor
 from ambidex.runner.runner import Forward, ModelRunner, call_model
@@ -99,6 +102,8 @@ def build_engine(
         ConfigError, ModelError: the settings or the model cannot be used.
         MachineError: the machine has not what they need.
     """
+    check_session_folder(config)
+    config = follow_preset(config, has_link=choose_device(config.device).type == "cuda")
     tracer = open_tracer(config.trace)
     choices = make_choices(
         config,
@@ -116,7 +121,7 @@ def build_engine(
     clock = LaneClock() if config.tune_weights else None
     model, divided = load_model(config, choices, progress, host_memory, cpu_levels, clock, shape_dummy)
     pools = make_pools(choices, host_memory, host_parts)
-    fallbacks = collect_fallbacks(choices, pools, None if divided is None else divided.weights)
+    fallbacks = collect_fallbacks(config, choices, pools, None if divided is None else divided.weights)
     identity = find_identity(config, choices)
     kv_manager = KVManager(
         choices.memory.num_blocks,
@@ -139,14 +144,14 @@ def build_engine(
     scheduler = Scheduler(
         kv_manager,
         max_tokens_per_step=config.max_tokens_per_step,
-        max_running_requests=config.max_running_requests,
+        max_running_requests=choices.most_running(config),
         max_context_len=choices.memory.max_context_len,
         seed=config.seed,
-        feedback=make_feedback(config, choices.memory.max_context_len),
+        feedback=make_feedback(choices),
         restore=sessions.restore if sessions is not None else None,
     )
     stream_share, stream_why = choose_stream_share(config, choices, pools)
-    bounded = make_bounded(config, choices, pools, min_scanned)
+    bounded = make_bounded(choices, pools, min_scanned)
     decode_steps = make_decode_steps(
         config, choices, model, pools, forward, stream_share, capture, divided, bounded, clock
     )
@@ -155,7 +160,7 @@ def build_engine(
     trace = trace_lanes(tracer, choices.device, copy)
     runner = ModelRunner(
         model=model,
-        attention=with_policy(config, choices, model, make_attention(choices, pools, min_streamed, trace)),
+        attention=with_policy(config, choices, model, make_attention(choices, pools, min_streamed, trace), host_memory),
         sampler=Sampler(vocab_size=choices.spec.vocab_size, device=choices.device),
         copies=CopyEngine(pools, copy=trace.copy),
         device=choices.device,

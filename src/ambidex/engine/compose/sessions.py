@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError
@@ -12,7 +11,7 @@ from ambidex.core.ids import Tier
 from ambidex.core.step import BlockRef
 from ambidex.core.units import format_size
 from ambidex.engine.compose.choices import Choices
-from ambidex.engine.sessions import Sessions
+from ambidex.engine.sessions import Sessions, session_folder
 from ambidex.engine.stats import EngineStats
 from ambidex.formats.fingerprint import fingerprint
 from ambidex.kv.manager import KVManager
@@ -74,7 +73,8 @@ def make_sessions(
     Raises:
         ConfigError: the folder cannot be used, or the quota holds not one block.
     """
-    if config.session_dir is None:
+    place = session_folder(config)
+    if place is None:
         return None
     block_bytes = max((pool.spec.bytes_per_block for pool in pools.values() if pool.num_blocks), default=0)
     if config.session_quota <= block_bytes:
@@ -82,7 +82,7 @@ def make_sessions(
             f"`session_quota` is {format_size(config.session_quota)}: a block of {config.block_size} tokens takes "
             f"{format_size(block_bytes)} and its head: give more, or a smaller `block_size`"
         )
-    folder = BlockFolder(Path(config.session_dir).expanduser(), identity.digest, config.session_quota)
+    folder = BlockFolder(place, identity.digest, config.session_quota)
     store = SavedBlocks(folder, identity.digest, pools, copy=copy, locate=locate)
     return Sessions(kv, store, compute_rate=lambda: _compute_rate(stats()))
 

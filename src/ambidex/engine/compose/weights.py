@@ -125,8 +125,8 @@ def load_model(
         return model.eval(), None
     levels, rates = [Level(most_tokens=sys.maxsize, cpu_share=1.0)], None
     sparse = _make_sparse(choices, divided, host_linear)
-    if device.type == "cuda" and (parts := divided.host_parts()):
-        rates = measure_rates(parts, host_linear, divided.host_chunks(), divided.ring.slots)
+    if device.type == "cuda" and (sides := divided.host_sides()):
+        rates = measure_rates(sides, host_linear, divided.host_chunks(), divided.ring.slots)
         if sparse is not None and choices.sparsity is not None:
             share = choices.sparsity.active_share
             rates = replace(rates, cpu=sparse_rates(divided.host_neurons(), sparse, active_share=share))

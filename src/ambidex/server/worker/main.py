@@ -66,6 +66,7 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._started: asyncio.Future[Start] = self._loop.create_future()
         self._is_closing = asyncio.Event()
+        self._save_s: float | None = None
         self._llm: AsyncLLM | None = None
         self._leave: dict[RequestId, Callable[[], None]] = {}
         self._writers: dict[RequestId, PieceWriter] = {}
@@ -94,7 +95,7 @@ class Worker:
                 await asyncio.to_thread(give_back_memory)
         if ended.done():
             return self._end(ended.result())
-        await llm.close()
+        await llm.close(self._save_s)
         return 0
 
     def _end(self, error: BaseException) -> int:
@@ -117,6 +118,7 @@ class Worker:
             case Start():
                 self._started.set_result(message)
             case Close():
+                self._save_s = message.save_s
                 self._is_closing.set()
             case Submit():
                 self._submit(message)

@@ -164,7 +164,12 @@ class AskDrop(msgspec.Struct, frozen=True, tag=True):
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):
-    """End all requests and the process."""
+    """End all requests and the process.
+
+    `save_s` seconds are left for saving what is to outlive it; None: as many as it takes.
+    """
+
+    save_s: float | None = None
 
 
 Ask = AskGuide | AskStatus | AskProbe | AskComputed | AskDrop
