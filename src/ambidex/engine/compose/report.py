@@ -86,7 +86,8 @@ def _placement_rows(choices: Choices, divided: Divided | None) -> list[ReportRow
                 section="compute",
                 name="weights_cpu_share",
                 value=f"of the CPU's part it multiplies {', '.join(levels)} tokens a step; the rest goes over the link",
-                why=f"the link brings {rates.link / 1e9:.1f} GB/s, the CPU multiplies {cpu} tokens (GB/s)",
+                why=f"the link brings {rates.link / 1e9:.1f} GB/s, the CPU multiplies {cpu} tokens (GB/s), "
+                f"both together {rates.beside / 1e9:.0f}",
             )
         )
     return rows
