@@ -107,7 +107,7 @@ class StreamDelay:
     """
 
     def __init__(self, device: torch.device) -> None:
-        cycles, size = 20_000_000, 64 << 20
+        cycles, size = 20_000_000, 16 << 20
         _sleep(cycles)  # brings the clock up
         self._cycles_per_s = cycles / _measure(device, lambda: _sleep(cycles))
         source = torch.empty(size, dtype=torch.uint8, pin_memory=True).fill_(1)
