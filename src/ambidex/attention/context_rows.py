@@ -26,6 +26,7 @@ class ContextRows:
         self._pools = pools
         self._device = pools[Tier.GPU].device
         size = self._block_size = pools[Tier.GPU].spec.block_size
+        self._num_kv_heads = pools[Tier.GPU].spec.num_kv_heads
         used = blocks[: -(-num_keys // size)]
         ids = torch.tensor([block.block_id for block in used], dtype=torch.int64)
         is_dram = torch.tensor([block.tier is Tier.DRAM for block in used], dtype=torch.bool)
@@ -43,7 +44,9 @@ class ContextRows:
         rows = None
         for tier, (ids, positions) in self._parts.items():
             pool = self._pools[tier]
-            found = pool.read_rows(part, layer_idx, ids.to(pool.device), num_keys=len(positions), dtype=dtype)
+            rows_per_block = self._num_kv_heads * len(positions) / len(ids)
+            with pool.reading(part, layer_idx, ids, rows_per_block=rows_per_block):
+                found = pool.read_rows(part, layer_idx, ids.to(pool.device), num_keys=len(positions), dtype=dtype)
             if len(self._parts) == 1:
                 return found.to(self._device)
             if rows is None:
@@ -70,7 +73,8 @@ class ContextRows:
         for tier, is_here in self._tiers_of(flat):
             pool = self._pools[tier]
             own_heads, own_slots = (heads, slots) if is_here is None else (heads[is_here], slots[is_here])
-            found = pool.take_rows(part, layer_idx, own_heads.to(pool.device), own_slots.to(pool.device), dtype)
+            with pool.reading(part, layer_idx, own_slots // self._block_size, rows_per_block=1):
+                found = pool.take_rows(part, layer_idx, own_heads.to(pool.device), own_slots.to(pool.device), dtype)
             found = found.to(self._device)
             if is_here is None:
                 rows = found

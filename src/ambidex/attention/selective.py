@@ -615,14 +615,18 @@ class SelectiveAttention:
         if work.rows is None:
             return work.context.take(part, layer_idx, places, dtype)
         there = work.rows.k_there if part is KVPart.K else work.rows.v_there
-        return take_rows(there[layer_idx], places, work.rows.base).to(dtype)
+        num_bytes = places.numel() * there.shape[3] * there.itemsize
+        with work.rows.home.copying(part, layer_idx, num_bytes):
+            return take_rows(there[layer_idx], places, work.rows.base).to(dtype)
 
     def _read(self, work: _Work, part: KVPart, layer_idx: int, dtype: torch.dtype) -> Tensor:
         """All rows of K or V, on the device: [Hkv, S, D]."""
         if work.rows is None:
             return work.context.read(part, layer_idx, dtype)
         there = work.rows.k_there if part is KVPart.K else work.rows.v_there
-        return there[layer_idx, :, : work.start + work.num_rows].to(self._device, dtype)
+        rows = there[layer_idx, :, : work.start + work.num_rows]
+        with work.rows.home.copying(part, layer_idx, rows.numel() * rows.itemsize):
+            return rows.to(self._device, dtype)
 
     def _as_kept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [n, Hkv, D] as the pools keep them: [Hkv, n, D] fp32."""
