@@ -1,19 +1,21 @@
 """How fast is decode when the weights do not fit into GPU memory, against what the memories and the link allow?
 
     .venv/bin/python bench/decode_weights.py --placement ours                # OPT-30B's shape, 24 GiB of GPU memory
-    .venv/bin/python bench/decode_weights.py --placement layer_split --batches 1
-    .venv/bin/python bench/decode_weights.py --shape llama-2-70b --kind Q4_0 --gpu-memory 16GiB --batches 1,8,16
-    .venv/bin/python bench/decode_weights.py --shape llama-2-70b --kind Q4_0 --gpu-memory 16GiB --batches 1,8 \
-        --context 16384 --random-prompts
+    .venv/bin/python bench/decode_weights.py --placement ours,layer_split,streamed --batches 64,8,1
+    .venv/bin/python bench/decode_weights.py --shape llama-2-70b --kind Q4_0 --gpu-memory 16GiB --batches 16,8,1 \
+        --prefill 1024
+    .venv/bin/python bench/decode_weights.py --shape llama-2-70b --kind Q4_0 --gpu-memory 16GiB --batches 8,1 \
+        --context 16384
     .venv/bin/python bench/decode_weights.py --shape llama-2-70b --layers 40 # bf16, as many layers as DRAM holds
     .venv/bin/python bench/decode_weights.py --shape tiny --device cpu --dtype fp32 --gpu-memory 20MiB --steps 4
     OMP_WAIT_POLICY=passive .venv/bin/python bench/decode_weights.py --batches 1,64 --steps 24 \
         --sparsity off,relu,relu-screened,relu-screened+static,relu-screened+dynamic      # OPT with a pattern
 
-Random weights, each byte in memory of its own. A prompt of a chunk is computed before the clock starts for those that
-count. With --random-prompts none are, and their keys and values are random numbers. One engine for each batch, since
-keys and values share the GPU budget with the weights; older ones lie in DRAM where they would take more than 35 % of
-it. Placements, all in this engine:
+Random weights, each byte in memory of its own. Prompts are not computed: their keys and values are random numbers; with
+--prefill one prompt of so many tokens is, in one chunk, after another one of that length. One engine for each batch,
+since keys and values share the GPU budget with the weights; older ones lie in DRAM where they would take more than 35 %
+of it. Weights in DRAM have the same memory in all engines, so name the batch with the most keys first. Placements, all
+in this engine:
 
     ours         what the engine does by itself: the rest is divided between CPU and link, by rates measured at start
     auto         what the solver finds with this machine's profile (run `ambidex calibrate` first)
@@ -27,14 +29,16 @@ model, static PowerInfer's placement by an offline profile. Tokens are sampled t
 of random weights repeat themselves, and so would the neurons. torch's threads must not spin (OMP_WAIT_POLICY=passive).
 
 Floor of a step: the slowest lane's bytes over its rate, measured in the same run: GPU memory (its weights, keys and
-values), DRAM read by the lane's threads (weights that the CPU multiplies), pinned copies (weights that travel). Appends
-one JSON line to bench/results/decode_weights.jsonl.
+values), DRAM read by the lane's threads (weights that the CPU multiplies), pinned copies (weights that travel), or DRAM
+by both at once. Appends one JSON line to bench/results/decode_weights.jsonl.
 """
 
 import argparse
 import gc
+import itertools
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -43,11 +47,15 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 import decode_gpu
 from activation_pattern import PATTERN_CONFIG, Pattern
 from ambidex import EngineConfig, SamplingParams
+from ambidex.bench.floor import Rates
 from ambidex.bench.links import measure_rates
+from ambidex.calibrate.cpu import make_buffer
+from ambidex.calibrate.gpu import measure_beside
 from ambidex.core.config import DeviceKind, DTypeChoice, LoadFormat
 from ambidex.core.errors import AmbidexError, ConfigError
 from ambidex.core.ids import Lane, Tier
@@ -61,6 +69,7 @@ from ambidex.engine.engine import Engine
 from ambidex.engine.weights_plan import chunk_bytes_for, fill_placement
 from ambidex.formats.locate import find_model
 from ambidex.formats.spec import read_spec
+from ambidex.kernels.cpu.native import ThreadPool
 from ambidex.kernels.reference.quantized import RECORD_BYTES
 from ambidex.layers.linear import Linear
 from ambidex.mlp.sparse_side import SparseSide
@@ -69,10 +78,11 @@ from ambidex.models.registry import build_model
 from ambidex.models.site_plans import measure_weights
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.device import choose_device
-from ambidex.runner.runner import call_model
 from ambidex.solver.placement_file import placement_json
-from decode_hybrid import RandomPrompts
+from ambidex.storage.host_memory import HostMemory
+from ambidex.storage.pinned import register_pinned
 from harness import REPO, Quantiles, append_record, environment, significant
+from planned import PromptsOnDemand
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +104,34 @@ class Variant:
 
 
 DENSE: Final = Variant("off")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What one engine is built for."""
+
+    placement: str
+    batch: int
+    context: int
+    variant: Variant = DENSE
+
+    def __str__(self) -> str:
+        return f"{self.placement}, {self.batch} x {self.context}, {self.variant}"
+
+    def record(self) -> dict[str, Any]:
+        """For a JSON record."""
+        return {
+            "placement": self.placement, "batch": self.batch, "context": self.context, "sparsity": str(self.variant),
+        }  # fmt: skip
+
+
+NUM_WARMUP_STEPS: Final = 3
+"""The first compiles and captures, the second is the first replay."""
 PROFILE_NAME: Final = "neurons.npz"
 PLACEMENTS: Final = ("ours", "auto", "layer_split", "streamed", "cpu")
 BLOCK_SIZE: Final = 16
+DRAM_BYTES: Final = 1024 * MIB
+"""That threads read while copies run."""
 MOST_KV_SHARE: Final = 0.35
 """Of the GPU budget, for keys and values: where all of them would leave nothing for weights, older ones lie in DRAM."""
 ALLOWANCE_BYTES: Final = 1536 * MIB
@@ -109,36 +144,71 @@ def main() -> int:
     opening = environment()
     device = choose_device(args.device)
     num_threads = default_num_threads(device)
+    began = time.perf_counter()
     rates = measure_rates(device, num_threads=num_threads).rates()
-    points = []
+    beside = measure_both(device, num_threads)
+    print(f"rates measured in {time.perf_counter() - began:.1f} s", flush=True)
+    points: list[dict[str, Any]] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a time limit: what was measured is recorded
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            make_model(Path(folder), args)
-            pattern = make_pattern(Path(folder)) if args.sparsity != [DENSE] else None
-            for batch in args.batches:
-                for variant in args.sparsity:
-                    points.append(try_batch(Path(folder), batch, args, rates, variant, pattern))
-                    gc.collect()  # the next engine needs the memory
-                    if device.type == "cuda":
-                        torch.cuda.empty_cache()
+        measure(args, device, FloorRates(rates, beside), points)
     except AmbidexError as error:
         print(error, file=sys.stderr)
         return 2
-    record = {
+    finally:
+        append_record(
+            args.output, {**make_record(args, opening, FloorRates(rates, beside), num_threads), "points": points}
+        )
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class FloorRates:
+    """Bytes/s that floors are taken from; `beside`: of DRAM by threads and copies together, None without a GPU."""
+
+    one: Rates
+    beside: float | None
+
+
+def measure_both(device: torch.device, num_threads: int) -> float | None:
+    """Bytes/s that DRAM gives in all while threads read it and copies to the GPU run."""
+    if device.type != "cuda":
+        return None
+    return measure_beside(device, ThreadPool(num_threads), make_buffer(DRAM_BYTES))
+
+
+def measure(args: argparse.Namespace, device: torch.device, rates: FloorRates, points: list[dict[str, Any]]) -> None:
+    """All engines, one after the other; adds their figures to `points`."""
+    memory = KeptMemory()
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder), args)
+        pattern = make_pattern(Path(folder)) if args.sparsity != [DENSE] else None
+        for placement, batch, variant in itertools.product(args.placement, args.batches, args.sparsity):
+            run = Run(placement=placement, batch=batch, context=args.context, variant=variant)
+            points.append(try_batch(Path(folder), run, args, rates, pattern, memory))
+            forget_engine(device)
+        if args.prefill:
+            prefill = Run(placement=args.placement[0], batch=1, context=args.prefill)
+            points.append(try_batch(Path(folder), prefill, args, rates, pattern, memory))
+
+
+def make_record(
+    args: argparse.Namespace, opening: dict[str, object], rates: FloorRates, num_threads: int
+) -> dict[str, Any]:
+    """All but the points."""
+    return {
         "bench": "decode_weights", **opening,
         "settings": {"shape": args.shape, "layers": args.layers, "dtype": args.dtype.value, "kind": args.kind,
                      "context": args.context,
                      "placement": args.placement, "gpu_memory": args.gpu_memory, "steps": args.steps,
                      "sparsity": [str(variant) for variant in args.sparsity],
                      "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
-                     "block_size": BLOCK_SIZE, "chunk": args.chunk, "random_prompts": args.random_prompts,
-                     "kv_gpu_percent": args.kv_gpu_percent,
-                     "threads": num_threads, "warmup": f"{decode_gpu.NUM_WARMUP_STEPS} steps of each batch"},
-        "rates": {"unit": "bytes/s", "dram": rates.dram, "gpu": rates.gpu, "link": rates.link},
-        "points": points,
+                     "block_size": BLOCK_SIZE, "chunk": args.chunk, "kv_gpu_percent": args.kv_gpu_percent,
+                     "prompts": "not computed: random K and V", "prefill": args.prefill,
+                     "threads": num_threads, "warmup": f"{NUM_WARMUP_STEPS} steps of each batch"},
+        "rates": {"unit": "bytes/s", "dram": rates.one.dram, "gpu": rates.one.gpu, "link": rates.one.link,
+                  "dram_beside_copies": rates.beside},
     }  # fmt: skip
-    print(append_record(args.output, record))
-    return 0
 
 
 def make_pattern(folder: Path) -> Pattern:
@@ -150,16 +220,54 @@ def make_pattern(folder: Path) -> Pattern:
 
 
 def try_batch(
-    folder: Path, batch: int, args: argparse.Namespace, rates: Any, variant: Variant, pattern: Pattern | None
+    folder: Path, run: Run, args: argparse.Namespace, rates: FloorRates, pattern: Pattern | None, memory: "KeptMemory"
 ) -> dict[str, Any]:
-    """Figures of a batch, or why there are none: the others are recorded all the same."""
+    """Figures of a run, or why there are none: the others are recorded all the same."""
     try:
-        point = measure_batch(folder, batch, args, rates, variant, pattern)
-    except AmbidexError as error:
-        print(f"batch {batch:3}, {variant}: {error}", file=sys.stderr, flush=True)
-        return {"batch": batch, "sparsity": str(variant), "error": str(error)}
-    print_point(point)
+        point = measure_batch(folder, run, args, rates, pattern, memory)
+    except (AmbidexError, RuntimeError) as error:
+        print(f"{run}: {error}", file=sys.stderr, flush=True)
+        return {**run.record(), "error": str(error)}
+    print_point(run, point)
     return point
+
+
+def forget_engine(device: torch.device) -> None:
+    """Give back what the last engine took: the next one needs it."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+class KeptMemory:
+    """DRAM in which one engine after the other has its weights: to touch and pin tens of gigabytes takes seconds."""
+
+    class _Owner:
+        """Of memory that is pinned as long as it lives."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._owner: KeptMemory._Owner | None = None
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Memory [n] uint8 that holds anything; no engine that had it before is alive."""
+        if self._memory.numel() < num_bytes:
+            self._owner = None
+            self._memory = torch.empty(0, dtype=torch.uint8)
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._memory[:num_bytes]
+
+    def pin(self, tensor: Tensor, owner: object) -> str | None:
+        """Pin this memory as long as it is kept, other memory as long as its owner lives; see `register_pinned`."""
+        if tensor.data_ptr() != self._memory.data_ptr():
+            return register_pinned(tensor, owner)
+        if self._owner is not None:
+            return None
+        self._owner = KeptMemory._Owner()
+        refusal = register_pinned(self._memory, self._owner)
+        if refusal is not None:
+            self._owner = None
+        return refusal
 
 
 def parse_args() -> argparse.Namespace:
@@ -168,7 +276,7 @@ def parse_args() -> argparse.Namespace:
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
     parser.add_argument("--shape", choices=decode_gpu.SHAPES, default="opt-30b", help="of the model")
     parser.add_argument("--layers", type=int, help="of the model; default: the shape's")
-    parser.add_argument("--placement", choices=PLACEMENTS, default="ours", help="of the weights")
+    parser.add_argument("--placement", default="ours", help=f"of the weights: some of {','.join(PLACEMENTS)}")
     parser.add_argument("--sparsity", default="off", help="forms to compare, such as off,relu,relu-screened+dynamic; "
                         "the shape must be an OPT, unless it is off alone")  # fmt: skip
     parser.add_argument("--gpu-memory", type=parse_size, default="24GiB", help="budget of the GPU")
@@ -176,9 +284,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--steps", type=int, default=12, help="measured steps of each batch")
     parser.add_argument("--chunk", type=int, default=1024, help="tokens of a prefill step")
-    parser.add_argument(
-        "--random-prompts", action="store_true", help="K and V of prompts are not computed; needs a GPU"
-    )
+    parser.add_argument("--prefill", type=int, default=0, help="tokens of a prompt that is computed, in one chunk")
     parser.add_argument("--kv-gpu-percent", type=int, default=100, help="of keys and values, on the GPU")
     parser.add_argument("--device", type=DeviceKind, choices=list(DeviceKind), default=DeviceKind.CUDA, help="where")
     parser.add_argument("--dtype", type=DTypeChoice, choices=[c for c in DTypeChoice if c is not DTypeChoice.AUTO],
@@ -193,6 +299,10 @@ def parse_args() -> argparse.Namespace:
     is_opt = "OPTForCausalLM" in decode_gpu.SHAPES[args.shape].get("architectures", ())  # type: ignore[operator]
     if args.sparsity != [DENSE] and (not is_opt or args.kind is not None):
         parser.error("--sparsity is for the OPT shapes, without --kind")
+    args.placement = args.placement.split(",")
+    if unknown := set(args.placement) - set(PLACEMENTS):
+        parser.error(f"--placement {', '.join(sorted(unknown))}: there are {', '.join(PLACEMENTS)}")
+    args.chunk = max(args.chunk, args.prefill)
     try:
         args.batches = [int(word) for word in args.batches.split(",")]
     except ValueError:
@@ -212,36 +322,40 @@ def make_model(folder: Path, args: argparse.Namespace) -> None:
     if args.sparsity != [DENSE]:
         config |= PATTERN_CONFIG
     if "OPTForCausalLM" not in config.get("architectures", ()):  # rotary positions have no table that would grow
-        config["max_position_embeddings"] = max(config["max_position_embeddings"], 2 * args.context)
+        config["max_position_embeddings"] = max(config["max_position_embeddings"], 2 * args.context, 2 * args.prefill)
     path.write_text(json.dumps(config))
 
 
 def measure_batch(
-    folder: Path, batch: int, args: argparse.Namespace, rates: Any, variant: Variant, pattern: Pattern | None
+    folder: Path, run: Run, args: argparse.Namespace, rates: FloorRates, pattern: Pattern | None, memory: KeptMemory
 ) -> dict[str, Any]:
-    """Build an engine for a batch, fill its contexts and time its steps."""
-    config = make_config(folder, batch, args, variant)
+    """Build an engine for a run, fill its contexts and time its steps, or the one prompt that is computed."""
+    config, batch = make_config(folder, run, args), run.batch
     start = time.perf_counter()
     form = DecodeForm.FIXED if args.device is DeviceKind.CPU else None
     # Others leave to the CPU what is the CPU's, however many tokens a step has; prompts' chunks go over the link here.
-    levels = [Level(most_tokens=max(128, batch), cpu_share=1.0)] if args.placement in ("layer_split", "cpu") else None
-    spec = read_spec(find_model(str(folder)))
+    levels = [Level(most_tokens=max(128, batch), cpu_share=1.0)] if run.placement in ("layer_split", "cpu") else None
+    prompts = PromptsOnDemand(read_spec(find_model(str(folder))).hidden_size)
     engine = build_engine(
-        config, decode_form=form, dummy_kind=args.kind, cpu_levels=levels,
+        config, decode_form=form, dummy_kind=args.kind, cpu_levels=levels, forward=prompts,
         shape_dummy=None if pattern is None else pattern.shape_biases,
-        forward=RandomPrompts(spec.hidden_size) if args.random_prompts else call_model,
+        host_memory=HostMemory(pin=memory.pin, allocate=memory.allocate),
     )  # fmt: skip
     load_s = time.perf_counter() - start
+    print(f"{run}: built in {load_s:.1f} s", flush=True)
+    if args.prefill and run.context == args.prefill:
+        return {**run.record(), "load_s": significant(load_s, 3), **measure_prefill(engine, prompts, run.context)}
     options = decode_gpu.Options(
-        shape=args.shape, points=(decode_gpu.Point(batch=batch, context=args.context),), steps=args.steps,
+        shape=args.shape, points=(decode_gpu.Point(batch=batch, context=run.context),), steps=args.steps,
         chunk=args.chunk, device=args.device, dtype=args.dtype, graphs=config.graphs, profile=False, output=args.output,
     )  # fmt: skip
     point = options.points[0]
-    if not args.random_prompts:
-        warm_up(engine, args)
     requests, fill_s = decode_gpu.fill(engine, point, options, temperature=0.0 if pattern is None else 1.0)
-    for _ in range(decode_gpu.NUM_WARMUP_STEPS):
+    start = time.perf_counter()
+    for _ in range(NUM_WARMUP_STEPS):
         decode_gpu.step(engine, point)
+    print(f"      prompts filled in {fill_s:.1f} s, {NUM_WARMUP_STEPS} steps in {time.perf_counter() - start:.1f} s",
+          flush=True)  # fmt: skip
     neurons_before = engine.stats.neurons
     kv_before, replayed = dict(engine.stats.lane_bytes), engine.stats.num_replayed_steps
     seconds = []
@@ -253,10 +367,12 @@ def measure_batch(
     lanes = lane_bytes(engine, batch, kv)
     neurons = neurons_between(neurons_before, engine.stats.neurons)
     lanes["cpu"] = lanes["cpu"] - bytes_left_out(engine, batch, neurons)
+    one = rates.one
     lane_s = {
-        "gpu": lanes["gpu"] / (rates.gpu or rates.dram),
-        "cpu": lanes["cpu"] / rates.dram,
-        "link": lanes["link"] / (rates.link or rates.dram),
+        "gpu": lanes["gpu"] / (one.gpu or one.dram),
+        "cpu": lanes["cpu"] / one.dram,
+        "link": lanes["link"] / (one.link or one.dram),
+        "dram": (lanes["cpu"] + lanes["link"]) / (rates.beside or one.dram),
     }
     floor_s, took = max(lane_s.values()), Quantiles.of(seconds)
     compared = engine.compare_decode()
@@ -270,8 +386,7 @@ def measure_batch(
         if row.section == "compute" and row.name.startswith(("weights_", "mlp_sparsity", "neuron_cache"))
     }
     return {
-        "batch": batch,
-        "sparsity": str(variant),
+        **run.record(),
         "neurons": neurons,
         "step_s": took.record(),
         "tokens_per_s": significant(batch / took.median),
@@ -280,7 +395,6 @@ def measure_batch(
         "times_floor": significant(took.median / floor_s, 3),
         "lane_s": {lane: significant(value) for lane, value in lane_s.items()},
         "lane_bytes": lanes,
-        "prefill_tokens_per_s": None if args.random_prompts else significant(batch * args.context / fill_s, 3),
         "load_s": significant(load_s, 3),
         "num_replayed_steps": engine.stats.num_replayed_steps - replayed,
         "num_graph_failures": engine.stats.num_graph_failures,
@@ -291,31 +405,38 @@ def measure_batch(
     }  # fmt: skip
 
 
-def warm_up(engine: Engine, args: argparse.Namespace) -> None:
-    """Compute a prompt of a chunk, so that kernels are compiled and memory is taken."""
+def measure_prefill(engine: Engine, prompts: PromptsOnDemand, num_tokens: int) -> dict[str, Any]:
+    """Seconds of a prompt in one chunk, to its first token; the second of two, which differ."""
+    prompts.computes = True
     params = SamplingParams(max_output_tokens=1, temperature=0.0, ignore_eos=True)
-    engine.core.scheduler.add(engine.make_request([3] * min(args.context, args.chunk), params))
-    while engine.has_work:
-        engine.core.step()
+    seconds = 0.0
+    for token in (3, 4):
+        engine.core.scheduler.add(engine.make_request([token] * num_tokens, params))
+        start = time.perf_counter()
+        while engine.has_work:
+            engine.core.step()
+        seconds = time.perf_counter() - start
+    return {"prefill_s": significant(seconds), "prefill_tokens_per_s": significant(num_tokens / seconds)}
 
 
-def make_config(folder: Path, batch: int, args: argparse.Namespace, variant: Variant) -> EngineConfig:
+def make_config(folder: Path, run: Run, args: argparse.Namespace) -> EngineConfig:
     """An engine whose tiers hold the batch, with the weights where the placement says."""
-    num_chunks = -(-batch * args.context // args.chunk) + batch
-    longest = args.context + 2 * num_chunks + decode_gpu.NUM_WARMUP_STEPS + args.steps + 16
+    batch, variant = run.batch, run.variant
+    num_chunks = -(-batch * run.context // args.chunk) + batch
+    longest = run.context + 2 * num_chunks + NUM_WARMUP_STEPS + args.steps + 16
     tokens = batch * (-(-longest // BLOCK_SIZE) + 1) * BLOCK_SIZE
     spec = read_spec(find_model(str(folder)))
     kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * (-(-spec.head_dim // 32) * 32) * number_bytes(args)
     near = min(tokens * args.kv_gpu_percent // 100, int(MOST_KV_SHARE * args.gpu_memory) // kv_bytes)
-    path: Path | str | None = "auto" if args.placement == "auto" else None
-    if args.placement not in ("ours", "auto"):
+    path: Path | str | None = "auto" if run.placement == "auto" else None
+    if run.placement not in ("ours", "auto"):
         dtype = torch.float32 if args.dtype is DTypeChoice.FP32 else torch.bfloat16
         model = build_model(spec, device=torch.device("meta"), dtype=dtype)
         linears = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)]
         sizes = measure_weights(model, dtype.itemsize, kinds=dict.fromkeys(linears, args.kind) if args.kind else {})
         ring = 4 * chunk_bytes_for(args.gpu_memory)
         left = args.gpu_memory - near * kv_bytes - ALLOWANCE_BYTES - ring - sizes.whole
-        placement = make_placement(args.placement, sizes, left)
+        placement = make_placement(run.placement, sizes, left)
         path = folder / "placement.json"
         content = placement_json(placement, KVShares())
         del content["kv"]  # settings say where keys and values lie
@@ -324,7 +445,7 @@ def make_config(folder: Path, batch: int, args: argparse.Namespace, variant: Var
     if near < tokens:
         window = max(BLOCK_SIZE, longest * near // tokens - 4 * BLOCK_SIZE)
         settings = {"num_sink_tokens": BLOCK_SIZE, "recent_window": window}
-    if args.device is DeviceKind.CPU and args.placement == "ours":  # to try the script: nothing else divides weights
+    if args.device is DeviceKind.CPU and run.placement == "ours":  # to try the script: nothing else divides weights
         settings["weights_gpu_memory"] = args.gpu_memory // 2
     if variant != DENSE:
         settings |= {
@@ -421,16 +542,20 @@ def bytes_left_out(engine: Engine, batch: int, neurons: dict[str, float] | None)
     return int(whole / 2 * (columns + in_front))
 
 
-def print_point(point: dict[str, Any]) -> None:
+def print_point(run: Run, point: dict[str, Any]) -> None:
     """Lines for people."""
+    if "prefill_s" in point:
+        print(f"{run}: a prompt takes {point['prefill_s']} s, {point['prefill_tokens_per_s']} tokens/s", flush=True)
+        return
     took, lanes = point["step_s"], point["lane_bytes"]
     print(
-        f"batch {point['batch']:3}, {point['sparsity']}: {took['median'] * 1e3:8.1f} ms a step "
+        f"{run}: {took['median'] * 1e3:8.1f} ms a step "
         f"({took['q20'] * 1e3:.1f} … {took['q80'] * 1e3:.1f}), floor {point['floor_s'] * 1e3:.1f} ms "
-        f"(times {point['times_floor']}), "
-        f"{point['tokens_per_s']} tokens/s, prefill {point['prefill_tokens_per_s']} tokens/s; GB a step: "
+        f"(times {point['times_floor']}), {point['tokens_per_s']} tokens/s; GB a step: "
         + ", ".join(f"{lane} {size / 1e9:.2f}" for lane, size in lanes.items())
-        + f"; replayed {point['num_replayed_steps']}, built in {point['load_s']} s",
+        + "; ms at least: "
+        + ", ".join(f"{lane} {seconds * 1e3:.0f}" for lane, seconds in point["lane_s"].items())
+        + f"; replayed {point['num_replayed_steps']}, {point['num_graph_failures']} captures failed",
         flush=True,
     )
     if point["neurons"] is not None:

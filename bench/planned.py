@@ -158,7 +158,7 @@ class PromptsOnDemand(RandomPrompts):
     """Random prompts until they are to be computed."""
 
     def __init__(self, width: int) -> None:
-        super().__init__(width)
+        super().__init__(width, None)
         self.computes = False
 
     def __call__(self, model: CausalLM, batch: InputBatch, attention: AttentionOp) -> Tensor:

@@ -5,15 +5,16 @@
 #
 # Records are appended in OUT, a line a command. Parts, in this order if none is named:
 #
-#   opt          OPT-30B bf16, 24 GiB: this engine, whole layers on CPU or GPU, streaming; batch 1, 8, 64     200 s
-#   sparsity     the same with an activation pattern: dense, ReLU skipping, screens, hot neurons; batch 1, 64 130 s
-#   70b          Llama-2-70B Q4_0, 16 GiB: batch 1, 8, 16; a prompt of 1,024 tokens                            90 s
-#   predictions  step time and memory of configurations that nothing was fitted to                       70 + 170 s
-#   grid         Qwen2.5-14B, 12 GB, batch 16, 8K each: the solver against a grid                             120 s
-#   tuner        OPT-30B's layers, batch 1, 64, 1: weights that move against the best that stay                90 s
-#   70b-16k      only if named: Llama-2-70B Q4_0 with 16K tokens each, batch 1, 8                              90 s
+#   opt          OPT-30B bf16, 24 GiB: this engine, whole layers on CPU or GPU, streaming; batch 64, 8, 1   150 s
+#   sparsity     the same with an activation pattern: dense, screened rows, hot neurons; batch 64, 1        130 s
+#   70b          Llama-2-70B Q4_0, 16 GiB: batch 16, 8, 1, and a prompt of 1,024 tokens                      90 s
+#   predictions  step time and memory of configurations that nothing was fitted to                      60 + 150 s
+#   grid         Qwen2.5-14B, 12 GB, batch 16, 8K each: the solver against a grid                           120 s
+#   tuner        OPT-30B's layers, batch 1, 64, 1: weights that move against the best that stay              90 s
+#   70b-16k      only if named: Llama-2-70B Q4_0 with 16K tokens each, batch 8, 1                            90 s
 #
-# The last three but one begin with a calibration (70 s), once for an OUT.
+# The last three but one begin with a calibration (60 s), once for an OUT. A command that is cut by its time limit records
+# what it has measured so far.
 set -u
 if [ $# -lt 1 ]; then
   sed -n '2,5p' "$0" >&2
@@ -26,6 +27,7 @@ python=${PYTHON-python3}
 quick=${QUICK-}
 [ $# -gt 0 ] || set -- opt sparsity 70b predictions grid tuner
 mkdir -p "$out"
+export OMP_WAIT_POLICY=passive  # torch's threads share the cores with the CPU lane's
 failed="$out/failed.txt"
 rm -f "$failed"
 
@@ -44,10 +46,10 @@ weights() {
   limit=$1
   shift
   if [ -n "$quick" ]; then
-    set -- "$@" --device cpu --dtype fp32 --gpu-memory 20MiB --steps 2 --context 24 --chunk 32
+    set -- "$@" --device cpu --dtype fp32 --gpu-memory 40MiB --steps 2 --context 24 --chunk 32 --batches 2,1
   fi
   run "$limit" "$python" "$repo/bench/decode_weights.py" --output "$out/decode_weights.jsonl" "$@" |
-    grep -v '^      weights_gpu_memory\|^/'
+    grep -v '^      weights_gpu_memory\|^      mlp_sparsity: off'
 }
 
 calibrated() {
@@ -75,26 +77,22 @@ for part in "$@"; do
   echo "== $part"
   case $part in
     opt)
-      weights 100 --shape "$(shape opt-30b tiny-opt)" --placement ours --batches 1,8,64 --steps 6
-      weights 110 --shape "$(shape opt-30b tiny-opt)" --placement layer_split --batches 1,8,64 --steps 3
-      weights 100 --shape "$(shape opt-30b tiny-opt)" --placement streamed --batches 1,8,64 --steps 3
+      weights 200 --shape "$(shape opt-30b tiny-opt)" --placement ours,layer_split,streamed --batches 64,8,1 --steps 4
       ;;
     sparsity)
-      export OMP_WAIT_POLICY=passive
-      weights 150 --shape "$(shape opt-30b tiny-opt)" --batches 1 --steps 16 \
-        --sparsity off,relu,relu-screened,relu-screened+dynamic
-      weights 90 --shape "$(shape opt-30b tiny-opt)" --batches 64 --steps 5 --sparsity off,relu
-      unset OMP_WAIT_POLICY
+      weights 120 --shape "$(shape opt-30b tiny-opt)" --batches 1 --steps 16 \
+        --sparsity off,relu-screened,relu-screened+dynamic
+      weights 80 --shape "$(shape opt-30b tiny-opt)" --batches 64 --steps 4 --sparsity off,relu
       ;;
     70b)
-      weights 110 --shape "$(shape llama-2-70b tiny)" --kind Q4_0 --gpu-memory 16GiB --batches 1,8,16 --steps 8
-      weights 60 --shape "$(shape llama-2-70b tiny)" --kind Q4_0 --gpu-memory 16GiB --batches 1 --steps 2 --context 1024
+      weights 120 --shape "$(shape llama-2-70b tiny)" --kind Q4_0 --gpu-memory 16GiB --batches 16,8,1 --steps 6 \
+        --prefill "$(shape 1024 40)"
       ;;
     70b-16k)
-      weights 200 --shape "$(shape llama-2-70b tiny)" --kind Q4_0 --gpu-memory 16GiB --batches 1,8 --steps 4 \
-        --context 16384 --random-prompts
+      weights 150 --shape "$(shape llama-2-70b tiny)" --kind Q4_0 --gpu-memory 16GiB --batches 8,1 --steps 4 \
+        --context 16384
       ;;
-    predictions) planned 240 predictions --budget-s 170 --steps 8 ;;
+    predictions) planned 240 predictions --budget-s 150 --steps 6 ;;
     grid) planned 200 solver_grid --budget-s 110 --steps 5 ;;
     tuner) planned 150 tuner_run --layers 10 --gpu-memory 7GiB --steps 50 ;;
     *)

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ambidex.attention.early_decode import EarlyDecode
+from ambidex.attention.row_store import RowStore
 from ambidex.attention.select.policy import Need
 from ambidex.attention.select.registry import make_policy
 from ambidex.attention.selective import Choice, SelectiveAttention
@@ -70,7 +72,15 @@ class SelectiveWorld:
     """
 
     def __init__(
-        self, tiny: TinyModel, settings: PolicySettings, *, block_size: int = 4, seed: int = 0, verify_every: int = 0
+        self,
+        tiny: TinyModel,
+        settings: PolicySettings,
+        *,
+        block_size: int = 4,
+        seed: int = 0,
+        verify_every: int = 0,
+        is_early: bool = False,
+        has_rows: bool = False,
     ) -> None:
         self.tiny = tiny
         self.block_size = block_size
@@ -78,11 +88,26 @@ class SelectiveWorld:
         self.pools = {tier: self._make_pool(tier) for tier in (Tier.GPU, Tier.DRAM)}
         self.choices: dict[tuple[str, int, int], Choice] = {}
         policy = make_policy(settings, tiny.spec)
+        look_ahead = LookAhead(tiny.model, tiny.spec.num_layers) if Need.LOOK_AHEAD in policy.needs else None
+        early = None
+        if is_early:
+            assert look_ahead is not None
+            assert settings.near_tokens is not None
+            early = EarlyDecode(
+                tiny.spec,
+                TieredAttention(tiny.spec, self.pools),
+                look_ahead,
+                RowStore(tiny.spec, self.pools),
+                num_near=settings.near_tokens,
+                is_timed=Need.TIMES in policy.needs,
+            )
         self.attention = SelectiveAttention(
             policy,
             tiny.spec,
             TieredAttention(tiny.spec, self.pools),
-            look_ahead=LookAhead(tiny.model, tiny.spec.num_layers) if Need.LOOK_AHEAD in policy.needs else None,
+            look_ahead=look_ahead,
+            early=early,
+            row_store=RowStore(tiny.spec, self.pools) if has_rows else None,
             verify_every=verify_every,
             watch=self._watch,
         )

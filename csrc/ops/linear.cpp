@@ -75,8 +75,7 @@ void LinearPool::multiply(Isa isa, const Matrices& matrices, const float* x, std
   in_tiles_ = num_tokens > 0 && num_tokens >= least_tile_tokens(isa, matrices.number);
   const std::size_t num_pieces = in_tiles_ ? tile_blocks(num_tokens) * tile_pieces(matrices.num_in) : 0;
   const std::size_t packed_size = in_tiles_ ? num_pieces * kMostTerms * kPieceBytes / sizeof(float)
-                                            : ceil_div(num_tokens, kTileTokens) * kTileTokens *
-                                                  packed_width(isa, matrices.number, matrices.num_in);
+                                            : num_tokens * packed_width(isa, matrices.number, matrices.num_in);
   if (packed_capacity_ < packed_size) {
     packed_.reset(new (std::align_val_t{kTileBytes}) float[packed_size]);
     packed_capacity_ = packed_size;

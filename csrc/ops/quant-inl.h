@@ -15,58 +15,29 @@ namespace ambidex::AMBIDEX_ISA {
 constexpr std::size_t kBlock = 32;              // numbers of x that share a scale
 constexpr float kLargestInteger = 32767.0f;
 
-#if defined(AMBIDEX_EMULATE_TILES) || defined(__AMX_BF16__)
-constexpr bool kHasPlanes = true;
-#else
-constexpr bool kHasPlanes = false;
-#endif
-
-// A token of packed x: integers [num_in] int16; with tiles their upper and their lower 8 bits apart, [num_in] each, four
-// numbers in the order 0, 2, 1, 3; for each block its scale and the sum of x, for each half of a block the sum of its
-// integers.
+// A token of packed x: integers [num_in] int16, then for each block its scale and the sum of x, for each half of a block
+// the sum of its integers.
 struct QuantToken {
   const int16_t* integers;
-  const int8_t* high;
-  const uint8_t* low;
   const float* scales;
   const float* sums;
   const int32_t* integer_sums;
 };
 
-// Floats in front of the scales.
-inline std::size_t quant_integers_width(std::size_t num_in) { return kHasPlanes ? num_in : num_in / 2; }
-
-// With tiles an odd number of lines, lest the same place of 16 tokens falls into one set of the first cache.
-std::size_t quant_token_width(std::size_t num_in) {
-  const std::size_t lines = (quant_integers_width(num_in) + 4 * num_in / kBlock + 15) / 16;
-  return 16 * (kHasPlanes ? lines | 1 : lines);
-}
+std::size_t quant_token_width(std::size_t num_in) { return num_in / 2 + (4 * num_in / kBlock + 15) / 16 * 16; }
 
 inline QuantToken token_of(const float* packed, std::size_t num_in) {
-  const auto* integers = reinterpret_cast<const int16_t*>(packed);
-  const auto* planes = reinterpret_cast<const int8_t*>(integers + num_in);
-  const float* scales = packed + quant_integers_width(num_in);
+  const float* scales = packed + num_in / 2;
   const std::size_t num_blocks = num_in / kBlock;
-  return {integers, planes, reinterpret_cast<const uint8_t*>(planes + num_in), scales, scales + num_blocks,
+  return {reinterpret_cast<const int16_t*>(packed), scales, scales + num_blocks,
           reinterpret_cast<const int32_t*>(scales + 2 * num_blocks)};
-}
-
-// The two planes of a block's integers.
-inline void split_block(const int16_t* integers, int8_t* high, uint8_t* low) {
-  constexpr std::size_t kOrder[4] = {0, 2, 1, 3};
-  for (std::size_t i = 0; i < kBlock; ++i) {
-    const int16_t integer = integers[i / 4 * 4 + kOrder[i % 4]];
-    high[i] = static_cast<int8_t>(integer >> 8);
-    low[i] = static_cast<uint8_t>(integer & 255);
-  }
 }
 
 void pack_quant_tokens(const float* x, std::size_t num_tokens, std::size_t num_in, float* packed) {
   const std::size_t num_blocks = num_in / kBlock;
   for (std::size_t t = 0; t < num_tokens; ++t, packed += quant_token_width(num_in)) {
     auto* integers = reinterpret_cast<int16_t*>(packed);
-    auto* const planes = reinterpret_cast<int8_t*>(integers + num_in);
-    float* scales = packed + quant_integers_width(num_in);
+    float* scales = packed + num_in / 2;
     auto* integer_sums = reinterpret_cast<int32_t*>(scales + 2 * num_blocks);
     for (std::size_t b = 0; b < num_blocks; ++b, x += kBlock, integers += kBlock) {
       const Lanes first = Lanes::load(x), second = Lanes::load(x + 16);
@@ -80,9 +51,6 @@ void pack_quant_tokens(const float* x, std::size_t num_tokens, std::size_t num_i
       const Lanes factors = Lanes::broadcast(is_finite ? factor : 0.0f);
       store_int16(is_finite ? first * factors : Lanes::zero(), integers);
       store_int16(is_finite ? second * factors : Lanes::zero(), integers + 16);
-      if (kHasPlanes) {
-        split_block(integers, planes + b * kBlock, reinterpret_cast<uint8_t*>(planes + num_in + b * kBlock));
-      }
       int32_t halves[2] = {};
       for (std::size_t i = 0; i < kBlock; ++i) halves[i / 16] += integers[i];
       scales[b] = is_finite ? 1.0f / factor : sum - sum;
@@ -143,19 +111,6 @@ inline void add_record(const char* record, std::size_t number, const QuantToken&
   }
 }
 
-// The totals of 16 rows for a token, with what is added to them, to y.
-inline void store_rows(const LinearRange& range, std::size_t first_row, std::size_t token, Lanes total) {
-  const std::size_t num_rows = range.num_rows - first_row < kGroupRows ? range.num_rows - first_row : kGroupRows;
-  const std::size_t at = token * range.y_stride + first_row;
-  float y[kGroupRows];
-  total.store(y);
-  for (std::size_t r = 0; r < num_rows; ++r) {
-    if (range.bias != nullptr) y[r] += range.bias[first_row + r];
-    if (range.residual != nullptr) y[r] += range.residual[at + r];
-    range.y[at + r] = y[r];
-  }
-}
-
 // 16 rows times kTokens tokens.
 template <class Q, std::size_t kTokens>
 inline void multiply_group(const LinearRange& range, std::size_t first_row, std::size_t first_token) {
@@ -171,7 +126,17 @@ inline void multiply_group(const LinearRange& range, std::size_t first_row, std:
     add_record<Q, kTokens>(record, number, token, width, totals);
     record += kGroupRows * kOfType.bytes;
   }
-  for (std::size_t t = 0; t < kTokens; ++t) store_rows(range, first_row, first_token + t, totals[t]);
+  const std::size_t num_rows = range.num_rows - first_row < kGroupRows ? range.num_rows - first_row : kGroupRows;
+  for (std::size_t t = 0; t < kTokens; ++t) {
+    const std::size_t at = (first_token + t) * range.y_stride + first_row;
+    float y[kGroupRows];
+    totals[t].store(y);
+    for (std::size_t r = 0; r < num_rows; ++r) {
+      if (range.bias != nullptr) y[r] += range.bias[first_row + r];
+      if (range.residual != nullptr) y[r] += range.residual[at + r];
+      range.y[at + r] = y[r];
+    }
+  }
 }
 
 template <class Q, std::size_t kTokens>
@@ -181,18 +146,12 @@ void multiply_groups(const LinearRange& range, std::size_t first_token) {
   }
 }
 
-}  // namespace ambidex::AMBIDEX_ISA
-
-#include "ops/quant_tiles-inl.h"
-
-namespace ambidex::AMBIDEX_ISA {
-
 // Tokens at a time: their sums stay in registers, beside the weights' pairs and one of x; 8 with AVX-512, whose products
 // and sums take 5 cycles each. Fewer at the end, each count a body of its own, but where plain loops make bodies large
 // (and slow to compile).
 template <class Q>
 void multiply_quant_of(const LinearRange& range) {
-  std::size_t token = multiply_in_tiles<Q>(range);
+  std::size_t token = 0;
 #if defined(__AVX512F__)
   for (; token + 8 <= range.num_tokens; token += 8) multiply_groups<Q, 8>(range, token);
 #endif

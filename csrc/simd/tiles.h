@@ -63,36 +63,27 @@ struct Tiles {
   }
   template <int kInto, int kA, int kB>
   void add_bf16_product() {
-    add_product<kInto, kA, kB, float, Bf16, Bf16>();
+    add_product<kInto, kA, kB, float, Bf16>([](Bf16 x) { return to_float(x); });
   }
   template <int kInto, int kA, int kB>
   void add_int8_product() {
-    add_product<kInto, kA, kB, int32_t, int8_t, int8_t>();
-  }
-  template <int kInto, int kA, int kB>
-  void add_uint8_int8_product() {
-    add_product<kInto, kA, kB, int32_t, uint8_t, int8_t>();
+    add_product<kInto, kA, kB, int32_t, int8_t>([](int8_t x) { return static_cast<int32_t>(x); });
   }
 
  private:
   Tile tile[8];
   TileShape shape_{};
 
-  static float widen(Bf16 x) { return to_float(x); }
-  static int32_t widen(int8_t x) { return x; }
-  static int32_t widen(uint8_t x) { return x; }
-
-  template <int kInto, int kA, int kB, class Sum, class Left, class Right>
-  void add_product() {
-    constexpr std::size_t kPack = 4 / sizeof(Left);
+  template <int kInto, int kA, int kB, class Sum, class Element, class Widen>
+  void add_product(const Widen& widen) {
+    constexpr std::size_t kPack = 4 / sizeof(Element);
     for (std::size_t row = 0; row < tile[kInto].rows; ++row) {
       for (std::size_t line = 0; line < tile[kB].rows; ++line) {
         for (std::size_t lane = 0; lane < 16; ++lane) {
           Sum sum;
           memcpy(&sum, tile[kInto].bytes[row] + 4 * lane, sizeof sum);
           for (std::size_t i = 0; i < kPack; ++i) {
-            Left a;
-            Right b;
+            Element a, b;
             memcpy(&a, tile[kA].bytes[row] + (line * kPack + i) * sizeof a, sizeof a);
             memcpy(&b, tile[kB].bytes[line] + (lane * kPack + i) * sizeof b, sizeof b);
             sum += widen(a) * widen(b);
@@ -153,10 +144,6 @@ struct Tiles {
   template <int kInto, int kA, int kB>
   static void add_int8_product() {
     asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kInto), "i"(kA), "i"(kB));
-  }
-  template <int kInto, int kA, int kB>
-  static void add_uint8_int8_product() {  // kA holds the unsigned ones
-    asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kInto), "i"(kA), "i"(kB));
   }
 
  private:

@@ -20,12 +20,6 @@
 #include "ops/linear.h"
 #include "ops/quant.h"
 
-namespace ambidex::emulated {
-std::size_t packed_width(Number number, std::size_t num_in);
-void pack_tokens(Number number, const float* x, std::size_t num_tokens, std::size_t num_in, float* packed);
-void multiply_range(const LinearRange& range);
-}  // namespace ambidex::emulated
-
 namespace {
 
 using namespace ambidex;
@@ -229,34 +223,6 @@ int check_multiply(Isa isa, ThreadPool& threads, const Shape& shape) {
   return report(wrong, "multiply", isa, shape);
 }
 
-// With tiles a token's result is the same, bit by bit, whether it is one of many or alone, where vectors compute it.
-int check_tiles(Number number, std::size_t num_in, std::size_t num_rows, std::size_t num_tokens) {
-  const Shape shape{number, num_in, num_tokens, {num_rows}, false, false};
-  std::mt19937 random(static_cast<unsigned>(num_in + 31 * num_rows + 1009 * num_tokens));
-  std::normal_distribution<float> normal;
-  std::vector<float> x(num_tokens * num_in), y(num_tokens * num_rows, NAN), alone(num_rows, NAN);
-  for (float& value : x) value = normal(random) * (random() % 50 == 0 ? 300.0f : 1.0f);
-  const auto packed = pack(shape, make_rows(shape, num_rows, random), num_rows);
-  const auto multiply = [&](std::size_t first, std::size_t count, float* to) {
-    const std::size_t room = (count + 15) / 16 * 16;
-    std::vector<float> tokens(room * emulated::packed_width(number, num_in));
-    emulated::pack_tokens(number, x.data() + first * num_in, count, num_in, tokens.data());
-    emulated::multiply_range(
-        {number, packed->data, nullptr, num_rows, num_in, tokens.data(), {nullptr, nullptr}, count, to, nullptr, num_rows});
-  };
-  multiply(0, num_tokens, y.data());
-  int wrong = 0;
-  for (std::size_t t = 0; t < num_tokens; ++t) {
-    multiply(t, 1, alone.data());
-    wrong += std::memcmp(alone.data(), &y[t * num_rows], num_rows * sizeof(float)) != 0;
-  }
-  if (wrong != 0) {
-    std::printf("emulated tiles: %d tokens differ, number %d, %zu columns, %zu rows, %zu tokens\n", wrong,
-                static_cast<int>(number), num_in, num_rows, num_tokens);
-  }
-  return wrong;
-}
-
 // A damaged scale makes its row not finite and leaves the others alone; so does x in its token.
 int check_damage(Isa isa, ThreadPool& threads, Number number) {
   const std::size_t num_in = 256, num_rows = 40, num_tokens = 3;
@@ -287,14 +253,6 @@ int main() {
   ThreadPool one(1, 0), three(3, 20);
   std::mt19937 random(7);
   int wrong = 0, cases = 0;
-  for (Number number : kTypes) {
-    for (std::size_t tokens : {4, 5, 8, 9, 16, 21, 37}) {
-      for (std::size_t num_rows : {16, 37}) {
-        wrong += check_tiles(number, 3 * block_of(number).numbers, num_rows, tokens);
-        ++cases;
-      }
-    }
-  }
   for (Isa isa : available_isas()) {
     for (Number number : kTypes) {
       const std::size_t step = block_of(number).numbers;

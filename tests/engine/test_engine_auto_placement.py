@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from ambidex import EngineConfig, SamplingParams
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import Tier
+from ambidex.core.policy import LANE_PRESETS, PolicyName
 from ambidex.core.units import MIB
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
@@ -55,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_engine(folder: Path, **settings: Any) -> Engine:
-    return build_engine(EngineConfig(model=str(folder), **SETTINGS, **settings), weight_ring=RING, profile=PROFILE)
+    return build_engine(EngineConfig(model=str(folder), **{**SETTINGS, **settings}), weight_ring=RING, profile=PROFILE)
 
 
 def answer(engine: Engine) -> tuple[int, ...]:
@@ -97,6 +98,26 @@ def test_weights_that_fit_stay_whole(folder: Path) -> None:
     engine = make_engine(folder, placement="auto")
     assert "weights" not in {entry.owner for entry in engine.figures.ledger.entries(Tier.DRAM)}
     assert make_engine(folder).compare_decode() is None
+
+
+@pytest.mark.parametrize("name", LANE_PRESETS)
+def test_the_rule_of_a_policy_places_weights_and_chooses_the_batch(folder: Path, name: PolicyName) -> None:
+    whole = make_engine(folder, max_running_requests=64)
+    taken = sum(e.num_bytes for e in whole.figures.ledger.entries(Tier.GPU) if e.owner not in ("weights", "kv"))
+    engine = make_engine(
+        folder, policy=name, placement="auto", max_running_requests=64,
+        gpu_memory=taken + 2 * MIB + WEIGHTS // 2, dram_memory=2 * WEIGHTS,
+    )  # fmt: skip
+    plan = {row.name: row for row in engine.report.facts if row.section == "plan"}
+    placed = engine.report.value("compute", "weights_placed")
+    assert "over the link" in placed
+    assert "multiplied by the CPU" not in placed
+    assert f"chosen by {name}'s rule for" in engine.report.why("compute", "weights_placed")
+    assert "as the rule has chosen" in plan["workload"].why
+    batch = int(plan["workload"].value.split()[0])
+    assert 1 <= batch < 64, "the budgets hold fewer requests than are allowed"
+    assert engine.core.scheduler._max_running_requests == batch
+    assert answer(engine) == answer(whole)
 
 
 def test_a_budget_below_what_cannot_be_divided_is_refused(folder: Path) -> None:

@@ -81,6 +81,8 @@ def test_guide_and_logit_bias_work_together(llm: LLM) -> None:
         ({"json_schema": "false"}, "json_schema is not valid"),
         ({"json_schema": '{"type": "array", "uniqueItems": true}'}, 'Unimplemented keys: \\["uniqueItems"\\]'),
         ({"json_schema": '{"$ref": "http://127.0.0.1:1/x"}'}, "json_schema cannot be used"),
+        ({"json_schema": '{"$ref": "#"}'}, "it refers to itself without an end: give what refers to itself a branch"),
+        ({"json_schema": '{"oneOf": [{"$ref": "#"}]}'}, "it refers to itself without an end"),
         ({"json_schema": '{"allOf": ' * 500}, "json_schema"),
         ({"grammar": "start: missing"}, 'unknown name: "missing"'),
         ({"grammar": ""}, "grammar is ''"),

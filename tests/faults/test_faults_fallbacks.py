@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from ambidex import EngineConfig
+from ambidex import ConfigError, EngineConfig
+from ambidex.cli.main import ISA_NAMES
 from ambidex.core.config import DeviceKind, DTypeChoice
 from ambidex.core.ids import Fallback
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
+from ambidex.hw.topology import read_topology
 from ambidex.kernels import dispatch
 from ambidex.kernels.cpu import native
 from ambidex.storage.host_memory import HostMemory
@@ -37,9 +39,11 @@ def make_config(folder: Path, **settings: Any) -> EngineConfig:
     return EngineConfig(model=str(folder), **SPLIT, **settings)
 
 
-def ask_alone(folder: Path, *prefix: str, settings: dict[str, Any], **environment: str) -> tuple[dict[str, Any], str]:
+def ask_alone(
+    folder: Path, *prefix: str, settings: dict[str, Any], before: str = "", **environment: str
+) -> tuple[dict[str, Any], str]:
     """What an engine in a process of its own answers and counts, and what it says on stderr."""
-    command = [*prefix, sys.executable, "-c", ASK, str(folder), json.dumps(settings)]
+    command = [*prefix, sys.executable, "-c", before + ASK, str(folder), json.dumps(settings)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS), **environment}
     done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -94,12 +98,23 @@ def test_no_native_module(
     assert tokens(run(engine)) == wanted
 
 
-def test_more_threads_than_processors(folder: Path, wanted: list[tuple[int, ...]]) -> None:
+def test_a_thread_that_cannot_be_pinned(folder: Path, wanted: list[tuple[int, ...]]) -> None:
+    # One processor for two threads, which the settings refuse, is how pinning fails here.
     num_threads = 2
-    answer, said = ask_alone(folder, "taskset", "-c", first_processor(), settings={"num_threads": num_threads})
+    unchecked = "import ambidex.engine.compose.choices as choices\nchoices.check_num_threads = lambda _: None\n"
+    answer, said = ask_alone(
+        folder, "taskset", "-c", first_processor(), settings={"num_threads": num_threads}, before=unchecked
+    )
     assert answer["fallbacks"].get(Fallback.UNPINNED_THREADS) == num_threads - 1
     assert said.count("1 of 2 CPU threads have no processor of their own") == 1
     assert answer["tokens"] == wanted
+
+
+def test_more_threads_than_processors_are_refused(folder: Path) -> None:
+    """4096 were taken on 2 cores, and no step came to its end."""
+    most = read_topology().max_threads
+    with pytest.raises(ConfigError, match=f"`num_threads` is 4096: .*at most {most}, or leave it out"):
+        build_engine(make_config(folder, num_threads=4096))
 
 
 def first_processor() -> str:
@@ -117,12 +132,15 @@ def test_a_processor_without_avx2(folder: Path, dtype: str) -> None:
     assert answer["tokens"] == tokens(run(engine))
 
 
-def test_a_limit_that_is_no_instruction_set_is_refused() -> None:
-    script = "from ambidex.cli.main import run; run()"
-    command = [sys.executable, "-c", script, "doctor"]
+def test_a_limit_that_is_no_instruction_set_is_refused(folder: Path) -> None:
+    script = (
+        "import sys\nfrom ambidex import LLM, ConfigError\n"
+        "try:\n    LLM(sys.argv[1])\nexcept ConfigError as error:\n    print(error)\n"
+    )
+    command = [sys.executable, "-c", script, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "AMBIDEX_MAX_ISA": "sse9"})
-    assert done.returncode == 2
-    assert 'AMBIDEX_MAX_ISA: expected generic, avx2, avx512, avx512bf16 or amx, got "sse9"' in done.stderr
+    names = ", ".join(ISA_NAMES[:-1]) + f" or {ISA_NAMES[-1]}"  # as the command line knows them
+    assert done.stdout == f'AMBIDEX_MAX_ISA: expected {names}, got "sse9": correct or unset it\n', done.stderr
 
 
 @pytest.mark.gpu

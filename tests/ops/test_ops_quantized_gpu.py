@@ -19,7 +19,7 @@ from ambidex.kernels.triton import quantized  # needs triton
 @pytest.mark.parametrize(("device", "dtype"), DTYPE_CASES)
 @pytest.mark.parametrize(
     ("num_tokens", "num_rows", "num_blocks"),
-    [(1, 64, 2), (3, 130, 1), (17, 16, 3), (40, 7, 2), (70, 96, 4), (129, 37, 3)],
+    [(1, 64, 2), (3, 130, 1), (17, 16, 3), (40, 7, 2), (2, 50, 37), (70, 96, 4), (129, 37, 3)],
 )
 def test_product_equals_that_with_dequantised_numbers(
     num_tokens: int, num_rows: int, num_blocks: int, device: str, dtype: torch.dtype, kind: str
@@ -50,6 +50,14 @@ def test_every_number_is_in_its_place(
     x = torch.eye(64, dtype=dtype, device=device).repeat(times, 1)
     got = quantized.multiply(x, packed(kind, rows).data.to(device), kind, 32)
     torch.testing.assert_close(got.float().cpu(), weight.T.to(dtype).float().repeat(times, 1), rtol=1e-2, atol=0)
+
+
+def test_few_tiles_are_cut_along_the_rows_so_that_there_are_many_programs() -> None:
+    assert quantized.choose_num_splits(num_tiles=128, num_blocks=256) == 8
+    assert quantized.choose_num_splits(num_tiles=2000, num_blocks=256) == 1
+    assert quantized.choose_num_splits(num_tiles=1, num_blocks=256) == 16
+    assert quantized.choose_num_splits(num_tiles=1, num_blocks=17) == 2
+    assert quantized.choose_num_splits(num_tiles=1, num_blocks=1) == 1
 
 
 @pytest.mark.parametrize("kind", reference_quantized.RECORD_BYTES)

@@ -2,6 +2,8 @@
 
 import logging
 import random
+import re
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from test_engine_splits import DEVICES, SPLITS
 from ambidex import LLM
 from ambidex.core.config import DeviceKind, KVDTypeChoice
 from ambidex.core.errors import ConfigError
+from ambidex.engine.compose import build_engine
 from ambidex.engine.outputs import RequestOutput
 from ambidex.engine.sessions import is_load_faster
 from ambidex.storage.block_files import read_block_file
@@ -253,6 +256,69 @@ def test_sessions_need_a_prefix_cache_and_a_folder_of_their_own(folder: Path, sa
         open_llm(folder, saved, prefix_cache_percent=None, policy="h2o")
     with open_llm(folder, saved), pytest.raises(ConfigError, match="in use by another engine"):
         open_llm(folder, saved)
+
+
+def test_folder_that_is_in_use_is_refused_before_weights_are_read(folder: Path, saved: Path) -> None:
+    read: list[tuple[int, int]] = []
+    config = config_of(folder, DeviceKind.CPU, prefix_cache_percent=100, session_dir=str(saved))
+    with open_llm(folder, saved), pytest.raises(ConfigError, match="in use by another engine"):
+        build_engine(config, progress=lambda done, total: read.append((done, total)))
+    assert read == []
+    build_engine(config, progress=lambda done, total: read.append((done, total))).close()
+    assert read != []
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/x", "a\0b", "/dev/null/x"])
+def test_folder_that_cannot_be_used_is_the_users_mistake(folder: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"`session_dir` .* cannot be used"):
+        open_llm(folder, Path(name))
+
+
+def test_an_end_without_time_names_what_it_does_not_save(
+    folder: Path, saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = open_llm(folder, saved)._engine
+    engine.submit(engine.make_request(PROMPT, PARAMS))
+    while engine.has_work:
+        engine.step()
+    num_before = engine.stats.num_saved_blocks
+    engine.close(save_s=0.0)
+    match = re.search(r"(\d+) blocks of the prefix cache were not saved, there were 0 s for it", caplog.text)
+    assert match is not None
+    num_left = int(match[1])
+    assert num_left > len(PROMPT) // 4 // 2
+    assert len(files_of(saved)) == num_before
+    caplog.clear()
+    engine = open_llm(folder, saved)._engine
+    engine.submit(engine.make_request(PROMPT, PARAMS))
+    while engine.has_work:
+        engine.step()
+    engine.close(save_s=60.0)
+    assert "were not saved" not in caplog.text
+    assert len(files_of(saved)) == num_before + num_left
+
+
+def test_a_disk_that_hangs_does_not_keep_an_engine_from_ending(
+    folder: Path, saved: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_back = threading.Event()
+
+    def hang(*_: object) -> int:
+        is_back.wait(60)
+        return 0
+
+    monkeypatch.setattr("ambidex.storage.saved_blocks.write_block_file", hang)
+    monkeypatch.setattr("ambidex.storage.saved_blocks.LAST_FILE_S", 0.01)
+    engine = open_llm(folder, saved)._engine
+    engine.submit(engine.make_request(PROMPT, PARAMS))
+    while engine.has_work:
+        engine.step()
+    num_copied = sum(engine.do_chore() for _ in range(3))
+    engine.close(save_s=0.0)
+    is_back.set()
+    match = re.search(r"(\d+) blocks of the prefix cache were not saved", caplog.text)
+    assert match is not None
+    assert int(match[1]) > num_copied > 0
 
 
 def test_load_or_compute_by_rates() -> None:

@@ -102,16 +102,17 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("case", CASES)
 def test_policy_chooses_and_weighs_as_its_definition(tiny: TinyModel, case: str) -> None:
-    """With the prompt whole over rows, and in chunks over tiles."""
+    """With the prompt whole over rows, in chunks over tiles, and from rows in host memory."""
     tokens = random_tokens(NUM_TOKENS, seed=len(case))
     naive = NaiveRun(tiny, [CASES[case][1]() for _ in range(tiny.spec.num_layers)], tokens, NUM_PROMPT)
-    for block_size, chunks in ((4, [NUM_PROMPT]), (16, [5, 20, 12])):
-        check_against(naive, case, block_size=block_size, chunks=chunks)
+    for block_size, chunks, has_rows in ((4, [NUM_PROMPT], False), (16, [5, 20, 12], False), (16, [9, 28], True)):
+        check_against(naive, case, block_size=block_size, chunks=chunks, has_rows=has_rows)
 
 
-def check_against(naive: NaiveRun, case: str, *, block_size: int, chunks: list[int]) -> None:
+def check_against(naive: NaiveRun, case: str, *, block_size: int, chunks: list[int], has_rows: bool) -> None:
     options, tiny, tokens = CASES[case][0], naive.tiny, naive.tokens
-    world = SelectiveWorld(tiny, policy_settings(**options), block_size=block_size)  # type: ignore[arg-type]
+    settings = policy_settings(**options)  # type: ignore[arg-type]
+    world = SelectiveWorld(tiny, settings, block_size=block_size, has_rows=has_rows)
     world.add("a", tokens, num_prompt=NUM_PROMPT, max_output_tokens=LIMIT)
     hidden = world.run("a", chunks=chunks)
     for position in range(NUM_PROMPT, NUM_TOKENS):
@@ -171,3 +172,132 @@ def test_hybridgen_follows_what_feedback_tells_it_from_step_to_step(tiny: TinyMo
                 assert set(choice.mask[head].nonzero()[:, 0].tolist()) == wanted
     error = (torch.cat(hidden) - naive.hidden[NUM_PROMPT:]).abs().max() / naive.hidden.abs().max()
     assert error < 1e-4
+
+
+STEERED = [(4, False), (7, True), (2, True), (11, False), (None, False), (None, True)]
+"""Keys (None: the request's own number) and whether in mode pre."""
+EARLY_CASES: dict[str, tuple[dict[str, object], Callable[[], Rule]]] = {
+    **{case: CASES[case] for case in ("hybridgen post", "hybridgen pre")},
+    "hybridgen few near": (
+        {"policy": "hybridgen", "exact_layers": 1, "near_tokens": 0, "policy_tokens": 3},
+        lambda: NaiveHybridGen(-(-300 // NUM_PROMPT), near=0, is_pre=False, percent=20, exact_layers=1),
+    ),
+    "hybridgen all near": (
+        {"policy": "hybridgen", "exact_layers": 1, "near_tokens": 60},
+        lambda: NaiveHybridGen(20, near=60, is_pre=False, percent=20, exact_layers=1),
+    ),
+    "hybridgen near in part": (
+        {"policy": "hybridgen", "exact_layers": 1, "near_tokens": 45, "hybridgen_mode": "pre"},
+        lambda: NaiveHybridGen(20, near=45, is_pre=True, percent=20, exact_layers=1),
+    ),
+    "hybridgen more keys than there are": (
+        {"policy": "hybridgen", "exact_layers": 1, "near_tokens": 6, "policy_percent": 100},
+        lambda: NaiveHybridGen(100, near=6, is_pre=False, percent=20, exact_layers=1),
+    ),
+    "hybridgen looks ahead nowhere": (
+        {"policy": "hybridgen", "exact_layers": 2, "near_tokens": 6},
+        lambda: NaiveHybridGen(20, near=6, is_pre=False, percent=20, exact_layers=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EARLY_CASES)
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_early_decode_chooses_and_weighs_as_the_definition(tiny: TinyModel, case: str, block_size: int) -> None:
+    """Steps of one token, in which the CPU scores a layer ahead, select and weigh what the definition does."""
+    options, make_rule = EARLY_CASES[case]
+    tokens = random_tokens(NUM_TOKENS, seed=len(case))
+    naive = NaiveRun(tiny, [make_rule() for _ in range(tiny.spec.num_layers)], tokens, NUM_PROMPT)
+    world = SelectiveWorld(tiny, policy_settings(**options), block_size=block_size, is_early=True)  # type: ignore[arg-type]
+    world.add("a", tokens, num_prompt=NUM_PROMPT)
+    hidden = world.run("a", chunks=[NUM_PROMPT])
+    check_choices(world, naive, case)
+    assert (hidden - naive.hidden).abs().max() / naive.hidden.abs().max() < 1e-4
+
+
+def check_choices(world: SelectiveWorld, naive: NaiveRun, case: str, positions: range | None = None) -> None:
+    """In layers that look ahead; the others attend all keys."""
+    spec = naive.tiny.spec
+    first = naive.rules[0].exact_layers  # type: ignore[attr-defined]
+    for position in positions or range(NUM_PROMPT, NUM_TOKENS):
+        for layer_idx in range(first, spec.num_layers):
+            choice = world.choices["a", layer_idx, position]
+            for head, wanted in enumerate(naive.attended[layer_idx, position]):
+                place = f"{case}, layer {layer_idx}, token {position}, head {head}"
+                assert set(choice.mask[head].nonzero()[:, 0].tolist()) == wanted, place
+                weights = torch.zeros(position + 1)
+                for key, weight in naive.weights[layer_idx, position][head].items():
+                    weights[key] = weight
+                assert (choice.probs[head].float() - weights).abs().max() < TOLERANCE, place
+
+
+@pytest.mark.parametrize("feedback", ["mode", "full"])
+def test_early_decode_follows_feedback_from_step_to_step(tiny: TinyModel, feedback: str) -> None:
+    own = [(num if feedback == "full" else None, is_pre) for num, is_pre in STEERED]
+    tokens = random_tokens(NUM_TOKENS, seed=4)
+    rules: list[Rule] = [
+        NaiveSteeredHybridGen(list(own), near=6, percent=40, exact_layers=1) for _ in range(tiny.spec.num_layers)
+    ]
+    naive = NaiveRun(tiny, rules, tokens, NUM_PROMPT)
+    options = {"exact_layers": 1, "near_tokens": 6, "partial_percent": 40, "hybridgen_feedback": feedback}
+    world = SelectiveWorld(tiny, policy_settings("hybridgen", **options), is_early=True)
+    world.add("a", tokens, num_prompt=NUM_PROMPT)
+    world.step([("a", NUM_PROMPT)])
+    hidden = []
+    for position in range(NUM_PROMPT, NUM_TOKENS):
+        num_selected, is_pre = STEERED[position % len(STEERED)]
+        if num_selected is None:
+            num_selected = NUM_PROMPT * 20 // 100
+        mode = HybridGenMode.PRE if is_pre else HybridGenMode.POST
+        world.attention.apply(SelectionSetting(num_selected=num_selected, mode=mode))
+        hidden.append(world.step([("a", 1)])["a"])
+        stages = world.attention.stage_times(100.0)
+        assert stages is not None
+        assert (stages.cpu_s > 0) is not is_pre, "in mode pre the CPU scores nothing"
+        assert stages.transfer_s > 0
+        assert 99 < stages.gpu_s < 100
+    check_choices(world, naive, feedback)
+    assert (torch.cat(hidden) - naive.hidden[NUM_PROMPT:]).abs().max() / naive.hidden.abs().max() < 1e-4
+
+
+def test_early_decode_and_steps_of_other_forms_follow_each_other(tiny: TinyModel) -> None:
+    """Two requests, of which one computes its prompt in chunks, yields, and has several known tokens in a step."""
+    options = {"exact_layers": 1, "near_tokens": 6, "policy_tokens": 5}
+    long, short = random_tokens(NUM_TOKENS, seed=5), random_tokens(NUM_TOKENS, seed=6)
+    alone = {}
+    for name, tokens in (("a", long), ("b", short)):
+        naive = NaiveRun(
+            tiny,
+            [NaiveHybridGen(-(-500 // NUM_PROMPT), near=6, is_pre=False, percent=20, exact_layers=1)
+             for _ in range(tiny.spec.num_layers)],
+            tokens, NUM_PROMPT,
+        )  # fmt: skip
+        alone[name] = naive.hidden
+    world = SelectiveWorld(tiny, policy_settings("hybridgen", **options), is_early=True)
+    for name, tokens in (("a", long), ("b", short)):
+        world.add(name, tokens, num_prompt=NUM_PROMPT)
+    got: dict[str, list[torch.Tensor]] = {"a": [], "b": []}
+
+    def step(*work: tuple[str, int]) -> None:
+        for name, states in world.step(list(work)).items():
+            got[name].append(states)
+
+    step(("a", NUM_PROMPT))
+    step(("a", 1), ("b", 20))
+    step(("a", 1))
+    step(("a", 3), ("b", NUM_PROMPT - 20))
+    for _ in range(3):
+        step(("a", 1), ("b", 1))
+    step(("b", 2))
+    step(("b", 1), ("a", 1))
+    with pytest.raises(torch.OutOfMemoryError):
+        world.step([("a", 1), ("b", 1)], fails_in_layer=1)
+    step(("a", 1), ("b", 1))
+    world.preempt("b")
+    got["b"] = []
+    step(("b", NUM_PROMPT + 2), ("a", 1))
+    step(("b", 1), ("a", 1))
+    for name, states in got.items():
+        hidden = torch.cat(states)
+        error = (hidden - alone[name][: len(hidden)]).abs().max() / alone[name].abs().max()
+        assert error < 1e-4, name

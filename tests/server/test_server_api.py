@@ -1,5 +1,6 @@
 """Routes and fields of the OpenAI API, with OpenAI's own client and without."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -231,12 +232,6 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
         ("chat/completions", {**CHAT, "max_tokens": 500}, "max_tokens", "500 in the completion"),
         ("chat/completions", {**CHAT, "max_completion_tokens": 500}, "max_completion_tokens", "500 in the completion"),
         ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content", "content is missing"),
-        (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages[0].content[0].image_url",
-            "unknown field",
-        ),
         ("chat/completions", {**CHAT, "top_logprobs": 2}, "top_logprobs", "logprobs is not true"),
         ("chat/completions", {**CHAT, "max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens", "differ"),
         ("chat/completions", {**CHAT, "reasoning_effort": "low"}, "reasoning_effort", "unknown field"),
@@ -359,3 +354,35 @@ def test_lenient_server_lists_what_it_left_out(folder: Path) -> None:
         message = {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "x"}}]}
         chat = server.http.post("/v1/chat/completions", json={"messages": [message], "max_tokens": 2}).json()
         assert chat["warnings"] == ["messages[0].content[0].cache_control is unknown and was left out"]
+
+
+@pytest.mark.parametrize("is_lenient", [False, True])
+@pytest.mark.parametrize(
+    ("part", "what"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "an image"),
+        ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "sound"),
+        ({"type": "file", "file": {"file_id": "file-1"}}, "a file"),
+    ],
+)
+def test_parts_that_are_no_text_are_refused_by_what_they_are(
+    folder: Path, server: LiveServer, part: dict[str, object], what: str, is_lenient: bool
+) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}]
+    with contextlib.ExitStack() as stack:
+        asked = stack.enter_context(LiveServer(maker(folder), lenient=True)) if is_lenient else server
+        response = asked.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (
+        400,
+        "unsupported_content",
+        "messages[0].content[1]",
+    )
+    assert f"messages[0].content[1] is {what} (type {part['type']})" in error["message"]
+    assert "this engine runs text models" in error["message"]
+
+
+def test_part_of_an_unknown_kind_is_named(server: LiveServer) -> None:
+    messages = [{"role": "user", "content": [{"type": "smell", "text": "x"}]}]
+    error = server.http.post("/v1/chat/completions", json={"messages": messages}).json()["error"]
+    assert (error["code"], "messages[0].content" in error["message"]) == ("invalid_value", True)

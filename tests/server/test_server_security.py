@@ -158,3 +158,8 @@ def test_keys_come_from_setting_and_file(tmp_path: Path) -> None:
     file.write_text("short\n")
     with pytest.raises(ConfigError, match="key 1 of"):
         config.read_api_keys()
+
+
+def test_key_file_without_end_is_the_users_mistake() -> None:
+    with pytest.raises(ConfigError, match=r"--api-key-file /dev/zero cannot be read: it has more than 1.0 MiB"):
+        ServerConfig(api_key_file="/dev/zero").read_api_keys()

@@ -2,22 +2,27 @@
 
 import json
 import os
+import re
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 from test_server_cache import KEYS, as_client, cached_tokens, complete, run_verb
+from test_server_process import AMBIDEX
 
-from ambidex import LLM, SamplingParams
+from ambidex import LLM, AsyncLLM, SamplingParams
+from ambidex.formats.folder_lock import FolderLock
+from ambidex.server.main import INTERRUPT_DRAIN_S
 from live_server import SMALL_POOL, START_S, LiveServer, in_worker, wait_until
 
 PROMPT = "a session that goes on after the server has been started anew, "
 GREEDY = SamplingParams(max_output_tokens=16, temperature=0.0)
 
 
-def serving(folder: Path, saved: Path, **settings: object) -> LiveServer:
-    make = in_worker(folder, **SMALL_POOL, session_dir=str(saved), **settings)
-    return LiveServer(make, api_keys=KEYS)
+def serving(folder: Path, saved: Path, *, drain_s: float = 30) -> LiveServer:
+    make = in_worker(folder, **SMALL_POOL, session_dir=str(saved))
+    return LiveServer(make, api_keys=KEYS, drain_s=drain_s)
 
 
 def wait_saved(server: LiveServer, num_tokens: int) -> None:
@@ -72,3 +77,44 @@ def test_verbs_list_and_drop_what_lies_on_disk(
     with serving(folder, saved) as server:
         assert cached_tokens(complete(server, KEYS[0], PROMPT)) == 0
         assert cached_tokens(complete(server, KEYS[1], PROMPT)) > 0
+
+
+def test_folder_in_use_is_refused_before_the_port_is_taken(folder: Path, tmp_path: Path) -> None:
+    # Bug: the port was open and the model loaded before the server ended because of it.
+    saved = tmp_path / "sessions"
+    lock = FolderLock(saved, setting="session_dir")
+    command = [*AMBIDEX, "serve", str(folder), "--port", "0", "--session-dir", str(saved)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    lock.close()
+    assert result.returncode == 2
+    assert result.stderr == f"error: --session-dir {saved} is in use by another engine: give each its own folder\n"
+
+
+@pytest.mark.parametrize(("number", "limit_s"), [(signal.SIGTERM, 7.0), (signal.SIGINT, INTERRUPT_DRAIN_S)])
+def test_saving_at_the_end_may_take_what_is_left_of_the_drain(
+    folder: Path, number: signal.Signals, limit_s: float
+) -> None:
+    given: list[float | None] = []
+
+    class Noted(AsyncLLM):
+        async def close(self, save_s: float | None = None) -> None:
+            given.append(save_s)
+            await super().close(save_s)
+
+    with LiveServer(lambda _: Noted(str(folder)), drain_s=7) as server:
+        server.server.handle_exit(number, None)
+        wait_until(lambda: given != [])
+    (save_s,) = given
+    assert save_s is not None
+    assert 0 <= save_s < limit_s
+
+
+def test_engine_process_saves_for_as_long_as_it_is_told(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with serving(folder, tmp_path / "no-time", drain_s=0) as server:
+        assert complete(server, KEYS[0], PROMPT).status_code == 200
+    said = capfd.readouterr().err
+    num_left = re.search(r"(\d+) blocks of the prefix cache were not saved", said)
+    num_saved = len(list(tmp_path.glob("no-time/*/*.kv")))
+    assert num_saved + (int(num_left[1]) if num_left else 0) >= len(PROMPT) // 4

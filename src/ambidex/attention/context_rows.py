@@ -26,6 +26,7 @@ class ContextRows:
         self._pools = pools
         self._device = pools[Tier.GPU].device
         size = self._block_size = pools[Tier.GPU].spec.block_size
+        self._num_kv_heads = pools[Tier.GPU].spec.num_kv_heads
         used = blocks[: -(-num_keys // size)]
         ids = torch.tensor([block.block_id for block in used], dtype=torch.int64)
         is_dram = torch.tensor([block.tier is Tier.DRAM for block in used], dtype=torch.bool)
@@ -43,7 +44,9 @@ class ContextRows:
         rows = None
         for tier, (ids, positions) in self._parts.items():
             pool = self._pools[tier]
-            found = pool.read_rows(part, layer_idx, ids.to(pool.device), num_keys=len(positions), dtype=dtype)
+            rows_per_block = self._num_kv_heads * len(positions) / len(ids)
+            with pool.reading(part, layer_idx, ids, rows_per_block=rows_per_block):
+                found = pool.read_rows(part, layer_idx, ids.to(pool.device), num_keys=len(positions), dtype=dtype)
             if len(self._parts) == 1:
                 return found.to(self._device)
             if rows is None:
@@ -70,7 +73,8 @@ class ContextRows:
         for tier, is_here in self._tiers_of(flat):
             pool = self._pools[tier]
             own_heads, own_slots = (heads, slots) if is_here is None else (heads[is_here], slots[is_here])
-            found = pool.take_rows(part, layer_idx, own_heads.to(pool.device), own_slots.to(pool.device), dtype)
+            with pool.reading(part, layer_idx, own_slots // self._block_size, rows_per_block=1):
+                found = pool.take_rows(part, layer_idx, own_heads.to(pool.device), own_slots.to(pool.device), dtype)
             found = found.to(self._device)
             if is_here is None:
                 rows = found
@@ -80,6 +84,19 @@ class ContextRows:
             rows[is_here] = found
         assert rows is not None, "a request has blocks on some tier"
         return rows.view(num_heads, num_places, -1)
+
+    def copy_to_host(self, part: KVPart, layer_idx: int, to: Tensor, first: int) -> None:
+        """Copy K or V of positions `first`, `first` + 1, … into `to` [Hkv, n, D] in host memory.
+
+        Cost: reads the rows of all positions; waits for the device.
+        """
+        end = first + to.shape[1]
+        for tier, (ids, positions) in self._parts.items():
+            pool = self._pools[tier]
+            found = pool.read_rows(part, layer_idx, ids.to(pool.device), num_keys=len(positions), dtype=to.dtype).cpu()
+            places = positions.cpu()
+            is_wanted = (places >= first) & (places < end)
+            to[:, places[is_wanted] - first] = found[:, is_wanted]
 
     def _tiers_of(self, flat: Tensor) -> list[tuple[Tier, Tensor | None]]:
         """The tiers of some positions, each with the mask of those that lie there; None: all."""

@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 
 from ambidex.attention.context_rows import TIERS, ContextRows
+from ambidex.attention.early_decode import EarlyDecode, FarAnswer
+from ambidex.attention.row_store import RowStore, take_rows
 from ambidex.attention.select.policy import (
+    AllKeys,
     DecodeRow,
     Need,
     Policy,
@@ -36,10 +39,14 @@ from ambidex.core.errors import InternalError, ShapeError
 from ambidex.core.ids import KVPart, Lane, RequestId, Tier
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.selection import SelectionSetting, StageTimes
-from ambidex.core.step import NewRequest, ScheduledRequest, SelectionFigures
+from ambidex.core.step import BlockRef, NewRequest, ScheduledRequest, SelectionFigures
 from ambidex.kernels import api
 from ambidex.layers.rope import compute_inv_freq
+from ambidex.storage.host_rows import HostRows
+from ambidex.storage.kv_pool import KVPool
 
+SHOWN_QUERIES: Final = 64
+"""Of a prompt that is not computed."""
 MAX_PROMPT_SCORES: Final = 1 << 24
 """Scores of a prompt's queries that are held at once: 64 MiB in fp32."""
 
@@ -62,6 +69,14 @@ class _State:
     """Tokens that the selectors have taken in."""
 
 
+@dataclass(frozen=True, slots=True)
+class KeptState:
+    """A request between two steps."""
+
+    selectors: tuple[Selector, ...]
+    num_computed: int
+
+
 @dataclass(slots=True, kw_only=True)
 class _Work:
     """One request of a step. Rows are places among the step's T tokens; `start` is the position of the first."""
@@ -72,9 +87,20 @@ class _Work:
     first_row: int
     num_prompt_rows: int
     num_rows: int
-    context: ContextRows
+    blocks: Sequence[BlockRef]
+    make_context: Callable[[], ContextRows]
     selectors: list[Selector]
     """Copies of the state's, which take their place when the step is at its end."""
+    made: ContextRows | None = None
+    rows: HostRows | None = None
+    """K and V as rows in host memory; None: they are read from the pools."""
+
+    @property
+    def context(self) -> ContextRows:
+        """K and V by position; made when it is first asked for."""
+        if self.made is None:
+            self.made = self.make_context()
+        return self.made
 
     @property
     def prompt_rows(self) -> slice:
@@ -128,6 +154,8 @@ class SelectiveAttention:
         look_ahead: for policies that need it.
         verify_every: each so many-th choice is computed again over all keys and held against its bound; 0: none is.
         watch: is told each choice.
+        early: answers steps of the form that it knows; None: none are.
+        row_store: keeps rows, from which those that are chosen are read; None: they are read from the pools.
     """
 
     def __init__(
@@ -139,13 +167,19 @@ class SelectiveAttention:
         look_ahead: LookAhead | None = None,
         verify_every: int = 0,
         watch: Callable[[Choice], None] | None = None,
+        early: EarlyDecode | None = None,
+        row_store: RowStore | None = None,
     ) -> None:
         self._watch = watch
+        self._early = early
+        self._row_store = row_store
+        self._is_early = False
         self._policy = policy
         self._spec = spec
         self._exact = exact
         self._look_ahead = look_ahead
         self._scale = spec.head_dim**-0.5
+        self._block_size = exact.pools[Tier.GPU].spec.block_size
         self._device = exact.pools[Tier.GPU].device
         is_turned = policy.positions is Positions.IN_CACHE and spec.rope is not None
         self._inv_freq = compute_inv_freq(spec.rope).to(self._device) if is_turned and spec.rope is not None else None
@@ -155,7 +189,7 @@ class SelectiveAttention:
         self.begin(())
 
     @property
-    def pools(self) -> Mapping[Tier, object]:
+    def pools(self) -> Mapping[Tier, KVPool]:
         """The pools of both tiers."""
         return self._exact.pools
 
@@ -172,7 +206,17 @@ class SelectiveAttention:
             spec = self._exact.pools[tier].spec
             read[lane] = read.get(lane, 0) + count * spec.bytes_per_token_layer // (2 * spec.num_kv_heads)
         read[Lane.GPU] += self._num_own_bytes
+        if self._is_early and self._early is not None:
+            self._add_early_bytes(read, self._early)
         return read
+
+    def _add_early_bytes(self, read: dict[Lane, int], early: EarlyDecode) -> None:
+        for count, tier, lane in zip(early.num_rows, TIERS, (Lane.GPU, Lane.CPU), strict=True):
+            spec = self._exact.pools[tier].spec
+            read[lane] += count * spec.bytes_per_token_layer // (2 * spec.num_kv_heads)
+        for lane, num_bytes in early.lane_bytes.items():
+            read[lane] = read.get(lane, 0) + num_bytes
+        read[Lane.GPU] += early.num_bytes
 
     @property
     def selection(self) -> SelectionFigures:
@@ -180,6 +224,11 @@ class SelectiveAttention:
 
         Cost: waits for the device.
         """
+        if self._is_early and self._early is not None:
+            num_choices = self._spec.num_layers * self._spec.num_q_heads * len(self._works)
+            return SelectionFigures(
+                num_choices=num_choices, num_visible=self._early.num_visible, num_attended=self._early.num_attended
+            )
         return self._log.figures()
 
     def add(self, request: NewRequest) -> None:
@@ -193,6 +242,51 @@ class SelectiveAttention:
     def forget(self, request_id: RequestId) -> None:
         """Drop what is kept of a request that ended."""
         self._states.pop(request_id, None)
+        if self._early is not None:
+            self._early.forget(request_id)
+        if self._row_store is not None:
+            self._row_store.forget(request_id)
+
+    @property
+    def early(self) -> EarlyDecode | None:
+        """Who answers steps of one token a request, with scores made a layer ahead; None: nobody."""
+        return self._early
+
+    @property
+    def has_prompts(self) -> bool:
+        """Tokens of a prompt are among those of the step."""
+        return any(work.num_prompt_rows for work in self._works)
+
+    def verify_every(self, num_choices: int) -> None:
+        """From now on each so many-th choice is computed again over all keys and held against its bound; 0: none is."""
+        self._log = SelectionLog(self._device, verify_every=num_choices)
+
+    def skip_prompts(self) -> None:
+        """Take the step's prompts as computed, with K and V that lie in the pools: for benchmarks, which fill them with
+        random numbers. Selectors that must see queries are shown random ones, as large as the keys."""
+        assert all(not work.decode_rows for work in self._works), "the step has nothing but prompts"
+        needs = self._policy.needs
+        for work in self._works if needs & {Need.ROWS, Need.PROMPT} else ():
+            for layer_idx, selector in enumerate(work.selectors):
+                if not isinstance(selector, AllKeys):
+                    k, v = (work.context.read(part, layer_idx, torch.float32) for part in KVPart)
+                    selector.add_rows(k[:, work.start :], v[:, work.start :])
+                    shape = (min(work.num_rows, SHOWN_QUERIES), self._spec.num_q_heads, self._spec.head_dim)
+                    selector.see_prompt(
+                        PromptRows(q=torch.randn(shape, device=self._device) * k.std(), k=k, scale=self._scale)
+                    )
+        self._commit()
+
+    def keep(self, request_id: RequestId) -> "KeptState":
+        """What is kept of a request between steps, to `restore` it later."""
+        state = self._states[request_id]
+        return KeptState(tuple(state.selectors), state.num_computed)
+
+    def restore(self, request_id: RequestId, kept: "KeptState") -> None:
+        """Take a request back to where it was: steps since then may be computed again, under another setting, if its
+        blocks are still its own. What grew since is dropped."""
+        state = self._states[request_id]
+        state.selectors, state.num_computed = list(kept.selectors), kept.num_computed
 
     def apply(self, setting: SelectionSetting) -> None:
         """What the policy shall select from the next step on."""
@@ -206,6 +300,8 @@ class SelectiveAttention:
         """
         if any(work.num_prompt_rows for work in self._works):
             return None
+        if self._is_early and self._early is not None:
+            return self._early.stage_times(forward_s)
         return self._clock.times(forward_s)
 
     def kept(self, request_id: RequestId, layer_idx: int) -> Tensor | None:
@@ -232,6 +328,9 @@ class SelectiveAttention:
             if work.num_prompt_rows:
                 prompts.append(replace(request, token_ids=request.token_ids[: work.num_prompt_rows]))
         self._exact.begin(prompts)
+        self._is_early = self._early is not None and self._early.begin(requests, self._works)
+        if self._row_store is not None and not self._is_early:
+            self._prepare_rows(self._row_store)
         chosen = [row for work in self._works for row in range(work.prompt_rows.start, work.prompt_rows.stop)]
         self._prompt_rows = None if len(chosen) == self._num_tokens else self._index(chosen)
         self._new_rows = self._find_new_rows()
@@ -249,21 +348,62 @@ class SelectiveAttention:
         """
         if q.shape[0] != self._num_tokens:
             raise ShapeError(f"q: expected T={self._num_tokens} tokens of this step, got {q.shape[0]}")
+        if self._is_early and self._early is not None:
+            return self._attend_early(self._early, layer_idx, q, k, v, angles)
         stale_q = self._look_ahead.query(layer_idx) if self._look_ahead is not None else None
         if angles is not None:
             q, k = api.rotate(q, *angles), api.rotate(k, *angles)
             stale_q = None if stale_q is None else api.rotate(stale_q, *angles)
         out = self._attend_prompts(layer_idx, q, k, v)
-        for tier, rows, slots in self._new_rows:
-            pool = self._exact.pools[tier]
-            pool.store(layer_idx, slots, k[rows].to(pool.device), v[rows].to(pool.device))
+        self._store_new(layer_idx, k, v)
         for work in self._works:
             self._show_prompt(layer_idx, work, q, k, v)
             if work.decode_rows:
-                self._attend_decode(layer_idx, work, q, stale_q, out)
+                self._attend_decode(layer_idx, work, q, k, v, stale_q, out)
         if layer_idx == self._spec.num_layers - 1:
             self._commit()
         return out
+
+    def _attend_early(
+        self,
+        early: EarlyDecode,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        angles: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        watch = None if self._watch is None else self._tell
+        out = early.attend(layer_idx, q, k, v, angles=angles, store=self._store_new, watch=watch)
+        if layer_idx == self._spec.num_layers - 1:
+            self._commit()
+        return out
+
+    def _tell(self, layer_idx: int, row: int, answer: FarAnswer) -> None:
+        """Tell whoever watches what a row attended."""
+        assert self._watch is not None, "someone watches"
+        work, near = self._works[row], answer.probs.shape[2] - answer.places.shape[1]
+        num_keys = work.num_keys(work.first_row)
+        newest = torch.arange(num_keys - near, num_keys, device=answer.places.device)
+        places = torch.cat((answer.places, newest.expand(len(answer.places), -1)), dim=1)[:, None]
+        places = places.expand(answer.probs.shape)  # [Hkv, G, K + near]
+        probs = torch.zeros((*places.shape[:2], num_keys), dtype=answer.probs.dtype, device=places.device)
+        self._watch(
+            Choice(
+                request_id=work.request_id,
+                layer_idx=layer_idx,
+                position=num_keys - 1,
+                mask=torch.zeros_like(probs, dtype=torch.bool).scatter_(2, places, True).flatten(0, 1),
+                probs=probs.scatter_(2, places, answer.probs).flatten(0, 1),
+                selector=work.selectors[layer_idx],
+            )
+        )
+
+    def _store_new(self, layer_idx: int, k: Tensor, v: Tensor) -> None:
+        """Store the rows of decode queries."""
+        for tier, rows, slots in self._new_rows:
+            pool = self._exact.pools[tier]
+            pool.store(layer_idx, slots, k[rows].to(pool.device), v[rows].to(pool.device))
 
     def settle(self) -> None:
         """Order what follows behind the rows of a step that broke off: its blocks may soon be another's."""
@@ -291,9 +431,16 @@ class SelectiveAttention:
             first_row=self._num_tokens,
             num_prompt_rows=min(num_rows, max(0, state.request.num_prompt_tokens - request.start)),
             num_rows=num_rows,
-            context=ContextRows(request.blocks, request.start + num_rows, pools=self._exact.pools),
+            blocks=request.blocks,
+            make_context=lambda: ContextRows(request.blocks, request.start + num_rows, pools=self._exact.pools),
             selectors=[selector.snapshot() for selector in state.selectors],
         )
+
+    def _prepare_rows(self, store: RowStore) -> None:
+        """Rows of the requests that have no prompt in this step."""
+        for work in self._works:
+            if not work.num_prompt_rows:
+                work.rows = store.prepare(work.request_id, work.start, work.num_rows, work.make_context)
 
     def _find_new_rows(self) -> list[tuple[Tier, Tensor, Tensor]]:
         """Where the decode queries' own rows go: tier, rows among T, slots on the tier's device."""
@@ -302,12 +449,11 @@ class SelectiveAttention:
         for work in self._works:
             if not work.decode_rows:
                 continue
-            begin = work.num_keys(work.decode_rows.start) - 1
-            places, tiers = work.context.slots[begin:].tolist(), work.context.is_dram[begin:].tolist()
-            for row, slot, is_dram in zip(work.decode_rows, places, tiers, strict=True):
-                tier = TIERS[is_dram]
-                rows[tier].append(row)
-                slots[tier].append(slot)
+            for row in work.decode_rows:
+                place, offset = divmod(work.num_keys(row) - 1, self._block_size)
+                block = work.blocks[place]
+                rows[block.tier].append(row)
+                slots[block.tier].append(block.block_id * self._block_size + offset)
         return [
             (tier, self._index(rows[tier]), self._index(slots[tier]).to(self._exact.pools[tier].device))
             for tier in TIERS
@@ -340,17 +486,21 @@ class SelectiveAttention:
                 seen = keys[:, : work.num_keys(last - 1)]
                 selector.see_prompt(PromptRows(q=q[first:last].float(), k=seen, scale=self._scale))
 
-    def _attend_decode(self, layer_idx: int, work: _Work, q: Tensor, stale_q: Tensor | None, out: Tensor) -> None:
+    def _attend_decode(
+        self, layer_idx: int, work: _Work, q: Tensor, k: Tensor, v: Tensor, stale_q: Tensor | None, out: Tensor
+    ) -> None:
         """Answer a request's decode queries, one after the other, into `out`."""
         if work.num_prompt_rows:
             self._exact.settle()  # the rows that were just stored are read
         selector, dtype = work.selectors[layer_idx], self._policy.dtype
-        keys = _Once(lambda: work.context.read(KVPart.K, layer_idx, dtype))
+        if work.rows is not None:
+            self._write_rows(layer_idx, work, work.rows, k, v)
+        keys = _Once(lambda: self._read(work, KVPart.K, layer_idx, dtype))
         for row in work.decode_rows:
             num_keys = work.num_keys(row)
             if Need.ROWS in self._policy.needs:
                 own = torch.full((self._spec.num_kv_heads, 1), num_keys - 1, device=self._device)
-                selector.add_rows(*(work.context.take(part, layer_idx, own, torch.float32) for part in KVPart))
+                selector.add_rows(*(self._take(work, part, layer_idx, own, torch.float32) for part in KVPart))
             query = DecodeRow(
                 q=q[row].to(dtype),
                 stale_q=None if stale_q is None else stale_q[row].to(dtype),
@@ -394,7 +544,7 @@ class SelectiveAttention:
         scores = self._scores(layer_idx, work, query, selection, places, is_real, taken, union)
         scores = scores.masked_fill(~(mask.gather(2, taken) & is_real[:, None]), -torch.inf)
         with self._clock.measure("transfer"):
-            values = work.context.take(KVPart.V, layer_idx, places, self._policy.dtype)
+            values = self._take(work, KVPart.V, layer_idx, places, self._policy.dtype)
         self._count(work, union)
         probs = scores.softmax(-1)
         return _Attended(
@@ -423,7 +573,7 @@ class SelectiveAttention:
             given = _by_group(selection.scores, num_kv_heads, group_size).gather(2, taken)
             if selection.is_scored is None:
                 return given
-        rows = work.context.take(KVPart.K, layer_idx, places, self._policy.dtype)  # [Hkv, M, D]
+        rows = self._take(work, KVPart.K, layer_idx, places, self._policy.dtype)  # [Hkv, M, D]
         self._count(work, union)
         if self._inv_freq is not None:
             rows = self._turn(rows, places, is_real, query.num_keys)
@@ -447,11 +597,36 @@ class SelectiveAttention:
 
     def _attend_all(self, layer_idx: int, work: _Work, q: Tensor, num_keys: int) -> Tensor:
         """The exact answer, [Hq, D] fp64."""
-        k, v = (work.context.read(part, layer_idx, torch.float64)[:, :num_keys] for part in KVPart)
+        k, v = (self._read(work, part, layer_idx, torch.float64)[:, :num_keys] for part in KVPart)
         grouped = q.view(self._spec.num_kv_heads, self._spec.group_size, -1)
         probs = (grouped @ k.transpose(1, 2) * self._scale).softmax(-1)
         out: Tensor = probs @ v
         return out.flatten(0, 1)
+
+    def _write_rows(self, layer_idx: int, work: _Work, rows: HostRows, k: Tensor, v: Tensor) -> None:
+        """Write a request's new rows of a layer behind those that are there."""
+        new, to = slice(work.first_row, work.first_row + work.num_rows), slice(work.start, work.start + work.num_rows)
+        pool = self._exact.pools[Tier.GPU]
+        rows.k_there[layer_idx, :, to] = pool.round(k[new]).transpose(0, 1)
+        rows.v_there[layer_idx, :, to] = pool.round(v[new]).transpose(0, 1)
+
+    def _take(self, work: _Work, part: KVPart, layer_idx: int, places: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of K or V at some places [Hkv, M], on the device: [Hkv, M, D]."""
+        if work.rows is None:
+            return work.context.take(part, layer_idx, places, dtype)
+        there = work.rows.k_there if part is KVPart.K else work.rows.v_there
+        num_bytes = places.numel() * there.shape[3] * there.itemsize
+        with work.rows.home.copying(part, layer_idx, num_bytes):
+            return take_rows(there[layer_idx], places, work.rows.base).to(dtype)
+
+    def _read(self, work: _Work, part: KVPart, layer_idx: int, dtype: torch.dtype) -> Tensor:
+        """All rows of K or V, on the device: [Hkv, S, D]."""
+        if work.rows is None:
+            return work.context.read(part, layer_idx, dtype)
+        there = work.rows.k_there if part is KVPart.K else work.rows.v_there
+        rows = there[layer_idx, :, : work.start + work.num_rows]
+        with work.rows.home.copying(part, layer_idx, rows.numel() * rows.itemsize):
+            return rows.to(self._device, dtype)
 
     def _as_kept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [n, Hkv, D] as the pools keep them: [Hkv, n, D] fp32."""
@@ -472,7 +647,7 @@ class SelectiveAttention:
         def take(places: Tensor) -> Tensor:
             on_dram = work.context.is_dram[places].sum()
             self._num_rows += torch.stack((places.numel() - on_dram, on_dram))
-            return work.context.take(KVPart.K, layer_idx, places, self._policy.dtype)
+            return self._take(work, KVPart.K, layer_idx, places, self._policy.dtype)
 
         return take
 
@@ -489,6 +664,8 @@ class SelectiveAttention:
         for work in self._works:
             work.state.selectors = work.selectors
             work.state.num_computed = work.start + work.num_rows
+            if work.rows is not None:
+                work.rows.length = work.start + work.num_rows
 
     def _index(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)

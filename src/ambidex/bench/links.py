@@ -13,7 +13,7 @@ from ambidex.bench.memory_rate import gpu_read_rate, native_read_rate, probe_byt
 from ambidex.calibrate.copies import copy_rate, copy_seconds, thread_counts
 from ambidex.core.errors import MachineError
 from ambidex.core.units import KIB, MIB, format_size
-from ambidex.hw.topology import read_topology
+from ambidex.hw.topology import check_num_threads, read_topology
 from ambidex.kernels.cpu.native import ThreadPool
 from ambidex.kernels.cpu.native import isa as native_isa
 
@@ -75,10 +75,13 @@ def measure_links(*, num_threads: int | None = None) -> Links:
     """Measure all that this machine has, with 1, 2, 4, … and all `num_threads` threads (None: of the usable cores).
 
     Raises:
+        ConfigError: more threads are asked for than can run at once.
         NativeModuleError: the compiled module, which reads DRAM, is missing.
         MachineError: there is too little free memory to measure anything.
     Cost: seconds; takes `probe_bytes()` of DRAM and up to 4 GiB of GPU memory, and gives both back.
     """
+    if num_threads is not None:
+        check_num_threads(num_threads)
     most = num_threads or read_topology().num_usable_cores
     buffer = _make_buffer()
     dram_read = {num: native_read_rate(ThreadPool(num), buffer) for num in thread_counts(most)}

@@ -22,8 +22,9 @@ from ambidex.bench.prefill import check_prefill, gemm_rate, measure_prefill
 from ambidex.bench.workload import NUM_WARMUP_STEPS, Point, Prompts
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError, MachineError
-from ambidex.engine.compose import build_engine, default_num_threads
+from ambidex.engine.compose import build_engine, choose_num_threads
 from ambidex.engine.engine import Engine
+from ambidex.formats.bounded_file import read_text_file
 from ambidex.runner.device import choose_device
 
 logger = logging.getLogger(__name__)
@@ -160,7 +161,7 @@ class _Run:
     def open(cls, config: EngineConfig, progress: Progress | None) -> "_Run":
         opening = environment()
         device = choose_device(config.device)
-        num_threads = config.num_threads or default_num_threads(device)
+        num_threads = choose_num_threads(config, device)
         before = measure_rates(device, num_threads=num_threads)
         watch = MemoryWatch(device)
         engine = build_engine(config, progress=progress)
@@ -216,7 +217,7 @@ def _prompts(engine: Engine, text: Path | None) -> Prompts:
     if text is None:
         return Prompts(engine.figures.spec.vocab_size)
     try:
-        words = text.read_text(encoding="utf-8")
+        words = read_text_file(text)
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, a null byte in the name
         raise ConfigError(f"--text {text} cannot be read as UTF-8 text: {error}") from error
     return Prompts(engine.figures.spec.vocab_size, engine.tokenizer.encode(words, add_special=False))

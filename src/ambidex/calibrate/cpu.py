@@ -66,6 +66,8 @@ def measure_products(
     points = []
     for num_tokens in TOKENS:
         x = torch.randn(num_tokens, _width(weights[0]))
+        if is_lane:  # as an accelerator sends it
+            x = x.to(TORCH_DTYPES.get(kind, torch.bfloat16)).float()
         rates = []
         for ops in forms:
             _pass_rate(ops, weights, x)  # the first call lays out what a native product needs

@@ -41,6 +41,7 @@ FOREIGN_VARIABLES: Final = ("AMBIDEX_TEST_", "AMBIDEX_BENCH_")
 
 MAX_ISA_VARIABLE: Final = "AMBIDEX_MAX_ISA"
 """Read by the native module when it is first used: the instruction set that its ops do not go beyond."""
+ISA_NAMES: Final = ("generic", "avx2", "avx512", "avx512bf16", "amx")
 
 
 class AmbidexCommand(click.Group):
@@ -110,7 +111,7 @@ def show_version(ctx: click.Context, param: click.Parameter, value: bool) -> Non
 
 
 def check_variables(group: click.Command, environ: Mapping[str, str]) -> None:
-    """Refuse a variable AMBIDEX_… that no flag has.
+    """Refuse a variable AMBIDEX_… that no flag has, and a limit that is no instruction set.
 
     Raises:
         ConfigError: there is one; names it and the closest known one.
@@ -119,6 +120,12 @@ def check_variables(group: click.Command, environ: Mapping[str, str]) -> None:
     for name in sorted(environ):
         if name.startswith("AMBIDEX_") and name not in known and not name.startswith(FOREIGN_VARIABLES):
             raise ConfigError(f"unknown environment variable {name}{closest(name, known)}: unset or correct it")
+    limit = environ.get(MAX_ISA_VARIABLE)
+    if limit and limit not in ISA_NAMES:
+        raise ConfigError(
+            f"{MAX_ISA_VARIABLE} is {limit!r}{closest(limit.lower(), ISA_NAMES)}: it limits the instruction set of "
+            f"native ops and must be one of {', '.join(ISA_NAMES)}: correct or unset it"
+        )
 
 
 def _all_params(command: click.Command) -> Iterator[click.Parameter]:

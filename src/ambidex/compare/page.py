@@ -10,7 +10,17 @@ from jinja2 import Environment, Template
 
 from ambidex.compare.cells import Cell, CellKind
 from ambidex.compare.folder import Line
-from ambidex.compare.tables import COLUMNS, Entry, busy_note, find_entries, find_failed, machines_of, models_of
+from ambidex.compare.tables import (
+    COLUMNS,
+    RATIO_NOTE,
+    Entry,
+    busy_note,
+    find_entries,
+    find_failed,
+    find_ratios,
+    machines_of,
+    models_of,
+)
 from ambidex.plot.chart import Chart, Series, Span, Timeline
 
 
@@ -23,6 +33,7 @@ def make_html(lines: Sequence[Line]) -> str:
             "plots": make_plots([entry for entry in entries if entry.cell.model == model])
             + _timelines([line for line in lines if line["cell"]["model"] == model]),
             "rows": [entry.row() for entry in entries if entry.cell.model == model],
+            "ratios": find_ratios([entry for entry in entries if entry.cell.model == model]),
         }
         for model in models_of(lines)
     ]
@@ -32,6 +43,7 @@ def make_html(lines: Sequence[Line]) -> str:
         note=busy_note(lines),
         columns=COLUMNS,
         models=models,
+        ratio_note=RATIO_NOTE,
         failed=find_failed(lines),
     )
 

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from ambidex.compare.cells import Cell, CellKind
 from ambidex.compare.folder import Line
+from ambidex.core.policy import PolicyName
 from ambidex.core.units import format_size
 
 COLUMNS: Final = (
@@ -14,6 +15,9 @@ COLUMNS: Final = (
     "perplexity", "secrets found",
 )  # fmt: skip
 DASH: Final = "–"
+LEADERS: Final = (PolicyName.HYBRIDGEN, PolicyName.BOUNDED)
+"""Policies whose variants are held against all others."""
+RATIO_NOTE: Final = "Times as fast as the others; in brackets, likeliest tokens equal to full attention's, own : theirs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,16 +43,26 @@ class Entry:
         """Share of predictions whose likeliest token is full attention's."""
         return None if self.quality is None else self.quality["agreement"]["top1_equal"]
 
+    @property
+    def point(self) -> tuple[int, int | None, int | None]:
+        """Where it was measured: context, batch, tokens of KV on the accelerator."""
+        return self.cell.context, self.cell.batch, self.cell.kv_gpu_tokens
+
+    @property
+    def point_cells(self) -> list[str]:
+        """The same for a table."""
+        budget = self.cell.kv_gpu_tokens
+        return [
+            str(self.cell.context), str(self.cell.batch), "all that fits" if budget is None else f"{budget} tokens",
+        ]  # fmt: skip
+
     def row(self) -> list[str]:
         """For a table; see `COLUMNS`."""
         speed, memory = self.speed, self.speed.get("memory") or {}
         took = speed["step_s"]
-        budget = self.cell.kv_gpu_tokens
         return [
             self.name,
-            str(self.cell.context),
-            str(self.cell.batch),
-            "all that fits" if budget is None else f"{budget} tokens",
+            *self.point_cells,
             f"{self.step_ms:.3g}",
             f"{took['q20'] * 1e3:.3g}–{took['q80'] * 1e3:.3g}",
             f"{speed['tokens_per_s']:.4g}",
@@ -93,6 +107,42 @@ def find_entries(lines: Sequence[Line]) -> list[Entry]:
         for cell, line in cells
         if cell.kind is CellKind.SPEED
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratios:
+    """How many times as fast one method is as each other at the same point: `rows` of texts under `columns`."""
+
+    leader: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def find_ratios(entries: Sequence[Entry]) -> list[Ratios]:
+    """For each variant of `LEADERS`, the others' milliseconds over its own, and both agreements with full attention
+    where they were measured; of one model's speeds."""
+    found = []
+    for leader in dict.fromkeys(entry.name for entry in entries if entry.name.split(":")[0] in LEADERS):
+        others = [name for name in dict.fromkeys(entry.name for entry in entries) if name != leader]
+        rows = []
+        for own in entries:
+            if own.name != leader:
+                continue
+            beside = {entry.name: entry for entry in entries if entry.point == own.point}
+            if len(beside) > 1:
+                rows.append([*own.point_cells, *(_ratio(own, beside.get(name)) for name in others)])
+        if rows:
+            found.append(Ratios(leader=leader, columns=("context", "batch", "KV on accelerator", *others), rows=rows))
+    return found
+
+
+def _ratio(own: Entry, other: Entry | None) -> str:
+    if other is None:
+        return DASH
+    ratio = f"{other.step_ms / own.step_ms:.2f}"
+    if own.top1_equal is None or other.top1_equal is None:
+        return ratio
+    return f"{ratio} ({100 * own.top1_equal:.1f} : {100 * other.top1_equal:.1f} %)"
 
 
 def find_failed(lines: Sequence[Line]) -> list[tuple[str, str, str]]:
@@ -141,6 +191,9 @@ def make_markdown(lines: Sequence[Line]) -> str:
     for model in models_of(lines):
         rows = [entry.row() for entry in entries if entry.cell.model == model]
         parts += ["", f"## {_cell(model)}", "", _line(COLUMNS), _line(["---"] * len(COLUMNS)), *map(_line, rows)]
+        for ratios in find_ratios([entry for entry in entries if entry.cell.model == model]):
+            head = [_line(ratios.columns), _line(["---"] * len(ratios.columns))]
+            parts += ["", f"`{ratios.leader}`. {RATIO_NOTE}:", "", *head, *map(_line, ratios.rows)]
     failed = find_failed(lines)
     if failed:
         parts += ["", "## Failed", "", _line(("model", "cell", "reason")), _line(["---"] * 3), *map(_line, failed)]

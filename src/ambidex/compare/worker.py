@@ -22,7 +22,7 @@ from ambidex.bench.workload import Point, Prompts, check_point, decode_once, end
 from ambidex.compare.cells import Cell, CellKind
 from ambidex.core.config import EngineConfig, Graphs, LoadFormat
 from ambidex.core.errors import AmbidexError, CallerError
-from ambidex.engine.compose import build_engine, default_num_threads
+from ambidex.engine.compose import build_engine, choose_num_threads
 from ambidex.eval.agreement import Text, measure_agreement
 from ambidex.eval.long_context import TASK_DEFAULTS, TASKS
 from ambidex.eval.probe import measure_probes
@@ -72,7 +72,7 @@ def run_part(part: Part) -> Iterator[tuple[int, dict[str, Any]]]:
 def _measure_speed(config: EngineConfig, cells: Sequence[Cell], text: str) -> Iterator[tuple[int, dict[str, Any]]]:
     yield 0, {"begun": 0}  # what fails before the first point fails it
     device = choose_device(config.device)
-    rates = measure_rates(device, num_threads=config.num_threads or default_num_threads(device)).rates()
+    rates = measure_rates(device, num_threads=choose_num_threads(config, device)).rates()
     watch = MemoryWatch(device)
     engine = build_engine(config)
     watch.engine_is_ready()

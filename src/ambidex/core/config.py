@@ -10,7 +10,16 @@ from enum import StrEnum
 from typing import Any, Final
 
 from ambidex.core.errors import ConfigError
-from ambidex.core.policy import BoundedScores, H2OForm, HybridGenFeedback, HybridGenMode, PolicyName, resolve_policy
+from ambidex.core.kv_mapping import KVMapping, parse_slow_memory
+from ambidex.core.policy import (
+    LANE_PRESETS,
+    BoundedScores,
+    H2OForm,
+    HybridGenFeedback,
+    HybridGenMode,
+    PolicyName,
+    resolve_policy,
+)
 from ambidex.core.sparsity import OFF, NeuronCache, parse_sparsity
 from ambidex.core.units import GIB, MIB, format_count, parse_size
 
@@ -164,6 +173,27 @@ class EngineConfig:
         "memory, at most what is used",
         unit="bytes",
     )  # fmt: skip
+    cxl_memory: int | None = setting(
+        None, SettingKind.SIZE,
+        "budget of the CXL tier, a NUMA node of memory without cores, for K and V; default: none of it is used",
+        unit="bytes", low=1,
+    )  # fmt: skip
+    cxl_node: int | None = setting(
+        None, SettingKind.INT,
+        "NUMA node of the CXL tier, which may be any that this process may use; default: the nearest without cores",
+        low=0, high=4095,
+    )  # fmt: skip
+    kv_mapping: KVMapping = setting(
+        KVMapping.AUTO, SettingKind.CHOICE,
+        "where K and V in host memory lie; k-dram-v-cxl: K in DRAM, the oldest in the CXL tier where DRAM is full, and "
+        "V in the CXL tier; interleave: pages of both in turn on both; dram: all there; auto: k-dram-v-cxl if "
+        "cxl-memory is given, else dram",
+    )  # fmt: skip
+    emulate_cxl: str | None = setting(
+        None, SettingKind.TEXT,
+        "play the CXL tier in DRAM: LATENCY,BANDWIDTH, such as 300ns,20GB/s; reads and copies of what lies there are "
+        "paced to that, and every report says `emulated`",
+    )  # fmt: skip
     prefix_cache_percent: int | None = setting(
         None, SettingKind.INT,
         "share of the KV blocks of all tiers that may keep tokens of ended requests, for others that begin alike; 0 "
@@ -201,7 +231,8 @@ class EngineConfig:
     )  # fmt: skip
     policy: PolicyName = setting(
         PolicyName.EXACT, SettingKind.CHOICE,
-        "which keys a decode step attends; exact: all; bounded: all but a known mass; the others as published",
+        "which keys a decode step attends; exact: all; bounded: all but a known mass; flexgen, moe_lightning: all, "
+        "read over the link or by the CPU alone; the others as published",
     )  # fmt: skip
     policy_tokens: int | None = setting(
         None, SettingKind.INT, "keys from before a step that the policy attends, at most; default: the policy's",
@@ -232,7 +263,8 @@ class EngineConfig:
         high=4096,
     )
     exact_layers: int | None = setting(
-        None, SettingKind.INT, "first layers that attend all keys (quest, infinigen, hybridgen); default: 2",
+        None, SettingKind.INT, "first layers that attend all keys (quest, infinigen, hybridgen); default: 2, or as "
+        "calibrated for hybridgen",
         unit="layers", low=0,
     )  # fmt: skip
     alpha: float | None = setting(
@@ -251,12 +283,18 @@ class EngineConfig:
         "off",
     )  # fmt: skip
     min_selected_tokens: int | None = setting(
-        None, SettingKind.INT, "keys that hybridgen's feedback leaves selected at least; default: 64",
+        None, SettingKind.INT, "keys that hybridgen's feedback leaves selected at least; default: as calibrated, "
+        "else 64",
         unit="tokens", low=2,
     )  # fmt: skip
     near_tokens: int | None = setting(
         None, SettingKind.INT, "newest keys that hybridgen always attends, with true scores; default: 64",
         unit="tokens", low=0,
+    )  # fmt: skip
+    accuracy_profile: str | None = setting(
+        None, SettingKind.TEXT,
+        "file of `ambidex calibrate accuracy`: least keys and first layers of hybridgen, where they are not set; "
+        "default: the one that it wrote for this model into the user's cache",
     )  # fmt: skip
     max_dropped_mass: float | None = setting(
         None, SettingKind.NUMBER,
@@ -284,6 +322,12 @@ class EngineConfig:
         None,
         SettingKind.TEXT,
         "write a timeline of steps and lanes to this file, for ui.perfetto.dev; slows steps down",
+    )
+    control_trace: str | None = setting(
+        None,
+        SettingKind.TEXT,
+        "write each decision of the controllers (hybridgen's feedback, share of the stream lane) to this file, a JSON "
+        "line each",
     )
     verify: bool = setting(
         False, SettingKind.SWITCH,
@@ -316,9 +360,16 @@ class EngineConfig:
         Elsewhere it is off where nobody asks for it: prompts that are computed are what benchmarks measure, and a
         prompt that is computed in other chunks than before is rounded otherwise.
         """
-        if self.prefix_cache_percent is not None or self.policy is not PolicyName.EXACT:  # a policy follows each prompt
+        if self.prefix_cache_percent is not None or not self.policy.attends_all:  # a policy follows each prompt
             return self
         return dataclasses.replace(self, prefix_cache_percent=100)
+
+    @property
+    def kv_layout(self) -> KVMapping:
+        """`kv_mapping`, with `auto` decided."""
+        if self.kv_mapping is not KVMapping.AUTO:
+            return self.kv_mapping
+        return KVMapping.DRAM if self.cxl_memory is None else KVMapping.K_DRAM_V_CXL
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -330,6 +381,7 @@ class EngineConfig:
                 f"`neuron_cache` is {self.neuron_cache}, but without `mlp_sparsity` all neurons are computed wherever "
                 f"they lie: choose one of its forms, or off"
             )
+        _check_cxl(self)
         if self.placement is not None and self.weights_gpu_memory is not None:
             raise ConfigError("`placement` and `weights_gpu_memory` both say where weights lie: leave one of them out")
         if self.tune_weights and self.mlp_sparsity != OFF:
@@ -341,15 +393,61 @@ class EngineConfig:
             raise ConfigError(
                 f"`tune_weights` moves weights away from a solved placement, `placement` is {self.placement}: use auto"
             )
-        if self.policy is not PolicyName.EXACT and self.prefix_cache_percent:
+        self._check_preset()
+        if not self.policy.attends_all and self.prefix_cache_percent:
             raise ConfigError(
                 f"`prefix_cache_percent` is {self.prefix_cache_percent}: policy {self.policy} must see every prompt as "
                 f"it is computed: use 0, or policy exact"
             )
-        if self.session_dir is not None and self.policy is not PolicyName.EXACT:
+        if self.session_dir is not None and not self.policy.attends_all:
             raise ConfigError(f"`session_dir` needs a prefix cache, which policy {self.policy} has not: leave it out")
         if self.session_dir is not None and self.prefix_cache_percent == 0:
             raise ConfigError("`session_dir` needs a prefix cache, and `prefix_cache_percent` is 0: leave one out")
+
+    def _check_preset(self) -> None:
+        """Refuse what decides the same as a policy that says who reads what."""
+        preset = LANE_PRESETS.get(self.policy)
+        if preset is None:
+            return
+        if self.stream_percent not in (None, preset.stream_percent):
+            raise ConfigError(
+                f"`stream_percent` is {self.stream_percent}, and `policy` {self.policy} means {preset.stream_percent}: "
+                f"leave it out, or use `policy` exact"
+            )
+        if self.placement not in (None, "auto"):
+            raise ConfigError(
+                f"`placement` {self.placement} says where weights lie, and so does `policy` {self.policy}: leave it "
+                f"out, use auto, which follows the rule that was published, or use `policy` exact"
+            )
+        if self.tune_weights:
+            raise ConfigError(
+                f"`tune_weights` moves what `policy` {self.policy} has placed by its own rule: leave it out, or use "
+                f"`policy` exact"
+            )
+        if self.mlp_sparsity != OFF:
+            raise ConfigError(
+                f"`mlp_sparsity` {self.mlp_sparsity} is for what the CPU multiplies, which is nothing with `policy` "
+                f"{self.policy}: leave it out, or use `policy` exact"
+            )
+
+
+def _check_cxl(config: EngineConfig) -> None:
+    """See that what is set of the CXL tier fits together."""
+    if config.emulate_cxl is not None:
+        parse_slow_memory(config.emulate_cxl)
+    if config.cxl_memory is None:
+        given = [name for name in ("cxl_node", "emulate_cxl") if getattr(config, name) is not None]
+        if config.kv_mapping not in (KVMapping.AUTO, KVMapping.DRAM):
+            given.append("kv_mapping")
+        if given:
+            raise ConfigError(
+                f"`{given[0]}` is {getattr(config, given[0])}, but the CXL tier has no budget: give `cxl_memory`, too"
+            )
+        return
+    if config.kv_mapping is KVMapping.DRAM:
+        raise ConfigError("`kv_mapping` dram puts nothing into the CXL tier, and `cxl_memory` is given: leave one out")
+    if config.emulate_cxl is not None and config.cxl_node is not None:
+        raise ConfigError("`cxl_node` and `emulate_cxl` both say what the CXL tier is: leave one of them out")
 
 
 def check_settings(config: Any) -> None:

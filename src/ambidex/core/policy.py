@@ -13,7 +13,8 @@ from ambidex.core.errors import ConfigError
 
 
 class PolicyName(StrEnum):
-    """A method of choosing keys (`attention/select/`, one file each). `exact`: all keys."""
+    """A method of choosing keys (`attention/select/`, one file each). `exact`: all keys. `flexgen`, `moe_lightning`:
+    all keys, too; what the method says is who reads them (`LANE_PRESETS`)."""
 
     EXACT = "exact"
     BOUNDED = "bounded"
@@ -24,6 +25,13 @@ class PolicyName(StrEnum):
     QUEST = "quest"
     INFINIGEN = "infinigen"
     HYBRIDGEN = "hybridgen"
+    FLEXGEN = "flexgen"
+    MOE_LIGHTNING = "moe_lightning"
+
+    @property
+    def attends_all(self) -> bool:
+        """Every key is attended: answers are those of `exact` up to rounding, and caches may be shared."""
+        return self in (PolicyName.EXACT, *LANE_PRESETS)
 
 
 class H2OForm(StrEnum):
@@ -62,6 +70,28 @@ class HybridGenFeedback(StrEnum):
     MODE = "mode"
     FULL = "full"
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanePreset:
+    """Who reads what lies in DRAM, where a method says so and nothing is measured for it.
+
+    `stream_percent`: of the keys there, that a GPU reads over the link; the CPU attends the others. `keeps_keys`:
+    `placement` auto may leave keys in GPU memory; else all whole blocks lie in DRAM. Weights in DRAM travel to the GPU
+    in every step, once for all requests of it.
+    """
+
+    stream_percent: int
+    keeps_keys: bool
+
+
+LANE_PRESETS: Final[Mapping[PolicyName, LanePreset]] = {
+    # all KV moved to the GPU in each layer and step (cpu_cache_compute off, FMInference/FlexLLMGen)
+    PolicyName.FLEXGEN: LanePreset(stream_percent=100, keeps_keys=True),
+    # decode attention on the CPU alone (cg = 0, cc = 1, caoshiyi/artifacts, asplos25)
+    PolicyName.MOE_LIGHTNING: LanePreset(stream_percent=0, keeps_keys=False),
+}
+"""Methods that attend all keys and divide the work their own way. Their rules for batch and placement:
+`solver/published.py`."""
 
 MIN_BUDGET: Final = 2
 """Tokens: a budget that is cut in two has something in each half."""
@@ -105,6 +135,7 @@ class PolicySettings:
     hybridgen_feedback: HybridGenFeedback | None = None
     min_selected_tokens: int | None = None
     near_tokens: int | None = None
+    accuracy_profile: str | None = None
     max_dropped_mass: float | None = None
     bounded_scores: BoundedScores | None = None
     seed: int = 0
@@ -112,7 +143,7 @@ class PolicySettings:
     @property
     def is_exact(self) -> bool:
         """All keys are attended: nothing is chosen."""
-        return self.name is PolicyName.EXACT
+        return self.name.attends_all
 
     def words(self) -> str:
         """The settings as a report shows them."""
@@ -158,6 +189,8 @@ class PolicyOptions(Protocol):
     @property
     def near_tokens(self) -> int | None: ...
     @property
+    def accuracy_profile(self) -> str | None: ...
+    @property
     def seed(self) -> int: ...
     @property
     def max_dropped_mass(self) -> float | None: ...
@@ -165,13 +198,13 @@ class PolicyOptions(Protocol):
     def bounded_scores(self) -> BoundedScores: ...
 
 
-Default = int | float | StrEnum | None
+Default = int | float | str | None
 
 _BUDGET_OPTIONS: Final = ("policy_tokens", "policy_percent")
 _OPTIONS: Final = (
     *_BUDGET_OPTIONS, "recent_percent", "sink_tokens", "h2o_form", "tau_start", "tau_end", "page_tokens",
     "exact_layers", "alpha", "partial_percent", "hybridgen_mode", "hybridgen_feedback", "min_selected_tokens",
-    "near_tokens", "max_dropped_mass", "bounded_scores",
+    "near_tokens", "accuracy_profile", "max_dropped_mass", "bounded_scores",
 )  # fmt: skip
 
 DEFAULTS: Final[Mapping[PolicyName, Mapping[str, Default]]] = {
@@ -200,7 +233,10 @@ DEFAULTS: Final[Mapping[PolicyName, Mapping[str, Default]]] = {
     PolicyName.HYBRIDGEN: {
         "policy_tokens": None, "policy_percent": 20, "near_tokens": 64, "partial_percent": 20, "exact_layers": 2,
         "hybridgen_mode": HybridGenMode.POST, "hybridgen_feedback": HybridGenFeedback.OFF, "min_selected_tokens": 64,
+        "accuracy_profile": None,
     },
+    PolicyName.FLEXGEN: {},
+    PolicyName.MOE_LIGHTNING: {},
 }  # fmt: skip
 """The options that each policy has, with their defaults as published."""
 

@@ -65,6 +65,7 @@ class AsyncLLM:
         self._readers: dict[RequestId, _Reader] = {}
         self._num_failed_steps = 0  # since tokens were last computed
         self._fatal: AmbidexError | None = None
+        self._save_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="ambidex-engine", daemon=True)
         self._thread.start()
 
@@ -182,8 +183,13 @@ class AsyncLLM:
         """End a request; its stream ends with finish reason `abort`."""
         self._inbox.put(lambda: self._abort(request_id))
 
-    async def close(self) -> None:
-        """End all requests and the engine's thread."""
+    async def close(self, save_s: float | None = None) -> None:
+        """End all requests and the engine's thread.
+
+        Args:
+            save_s: most seconds for saving what is to outlive the process; None: as many as it takes.
+        """
+        self._save_s = save_s
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
 
@@ -258,7 +264,7 @@ class AsyncLLM:
             while self._take_messages():
                 self._deliver(self._step())
             self._engine.abort_all()
-            self._engine.close()
+            self._engine.close(save_s=self._save_s)
             self._end(InternalError("the engine was closed"))
         except BaseException as error:
             # The engine's state is unknown now: every waiting caller is told, nobody hangs.

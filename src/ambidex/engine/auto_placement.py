@@ -19,6 +19,7 @@ from ambidex.hw.profile import Curve, HardwareProfile
 from ambidex.sched.plan_world import keys_that_fit
 from ambidex.sched.tuner import Where
 from ambidex.solver.problem import Pins, PlacementProblem
+from ambidex.solver.published import RULES, batches_up_to, choose_batch, rule_name
 from ambidex.solver.solve import Solution, solve_placement
 
 AUTO: Final = "auto"
@@ -53,6 +54,11 @@ class AutoPlacement:
     """See `make_units`."""
 
     @property
+    def is_by_rule(self) -> bool:
+        """The rule of a policy has chosen, batch and placement, and not this engine's solver."""
+        return self.solution.how in {rule_name(name) for name in RULES}
+
+    @property
     def placement(self) -> Placement:
         """Where weights lie."""
         return self.solution.placement
@@ -61,8 +67,9 @@ class AutoPlacement:
     def why(self) -> str:
         """In a few words."""
         step, workload = self.solution.step, self.workload
+        how = self.solution.how if self.is_by_rule else "solved"
         return (
-            f"solved for {workload.batch} x {workload.context} tokens: {1e3 * step.step_s:.2f} ms a step predicted, "
+            f"{how} for {workload.batch} x {workload.context} tokens: {1e3 * step.step_s:.2f} ms a step predicted, "
             f"which waits for {step.binds}"
         )
 
@@ -79,7 +86,7 @@ class AutoPlacement:
         step, memory, kv = self.solution.step, self.solution.memory, self.solution.kv
         facts = [
             ("workload", f"{self.workload.batch} x {self.workload.context} tokens", "half of the longest context, as "
-             "many running requests as the budgets hold"),
+             f"many running requests as the {'rule has chosen' if self.is_by_rule else 'budgets hold'}"),
             ("step", f"{1e3 * step.step_s:.2f} ms, {step.tokens_per_s:.1f} tokens/s", f"waits for {step.binds}"),
             ("lanes", f"GPU {1e3 * step.gpu_s:.2f} ms, CPU {1e3 * step.cpu_s:.2f} ms, link {1e3 * step.link_s:.2f} ms",
              "side by side"),
@@ -103,7 +110,8 @@ def solve_weights(
     kind: str | None = None,
     mlp_reads: Curve | None = None,
 ) -> AutoPlacement:
-    """Solve for half of the longest context and for as many running requests as both budgets hold.
+    """Solve for half of the longest context and for as many running requests as both budgets hold; where a policy has a
+    rule of its own (`solver/published.py`), for as many as that says.
 
     Args:
         dtype: of activations and of matrices that are not quantised.
@@ -116,13 +124,15 @@ def solve_weights(
     context = max(1, (config.max_context_len or spec.max_context_len) // 2)
     kv_dtype = DType(config.kv_dtype.value) if config.kv_dtype.value != AUTO else None
     gpu_kv, host_kv = kv_specs(spec, dtype=dtype, kv_dtype=kv_dtype)
-    batch = config.max_running_requests
-    while True:
-        workload = Workload(
+
+    def workload_of(batch: int) -> Workload:
+        return Workload(
             batch=batch, context=context, prompt=context, chunk=config.max_tokens_per_step, kv_dtype=kv_dtype
         )
-        problem = PlacementProblem(
-            units=make_units(spec, weights, profile, workload, dtype=dtype, mlp_reads=mlp_reads),
+
+    def problem_of(batch: int) -> PlacementProblem:
+        return PlacementProblem(
+            units=make_units(spec, weights, profile, workload_of(batch), dtype=dtype, mlp_reads=mlp_reads),
             gpu_bytes=budgets.gpu,
             gpu_fixed_bytes=weights.other_bytes + budgets.gpu_fixed,
             least_kv_bytes=(config.kv_gpu_tokens or 0) * gpu_kv.bytes_per_token,
@@ -138,17 +148,27 @@ def solve_weights(
             is_head_whole=spec.tie_embeddings,
             pins=_pinned_keys(config, batch * context),
         )
+
+    if config.policy in RULES and profile.link is not None:
+        batches = batches_up_to(config.max_running_requests)
+        batch, solution = choose_batch(config.policy, ((batch, problem_of(batch)) for batch in batches))
+    else:
+        batch, solution = _solve(problem_of, config.max_running_requests)
+    return AutoPlacement(
+        spec=spec, weights=weights, dtype=dtype, profile=profile, workload=workload_of(batch),
+        problem=problem_of(batch), solution=solution, mlp_reads=mlp_reads,
+    )  # fmt: skip
+
+
+def _solve(problem_of: Callable[[int], PlacementProblem], batch: int) -> tuple[int, Solution]:
+    """The fastest placement, for half as many requests as long as they do not fit."""
+    while True:
         try:
-            solution = solve_placement(problem)
+            return batch, solve_placement(problem_of(batch))
         except ConfigError:
             if batch == 1:
                 raise
             batch //= 2
-            continue
-        return AutoPlacement(
-            spec=spec, weights=weights, dtype=dtype, profile=profile, workload=workload, problem=problem,
-            solution=solution, mlp_reads=mlp_reads,
-        )  # fmt: skip
 
 
 Predict = Callable[[int, int], float | None]

@@ -66,5 +66,9 @@ class EngineClient(Protocol):
     async def num_computed_tokens(self, request_ids: Sequence[RequestId]) -> list[int]:
         """Tokens of live requests that are computed so far; 0 for one that is not known."""
 
-    async def close(self) -> None:
-        """End all requests and the engine, and free its memory."""
+    async def close(self, save_s: float | None = None) -> None:
+        """End all requests and the engine, and free its memory.
+
+        Args:
+            save_s: most seconds for saving what is to outlive the process; None: as many as it takes.
+        """

@@ -196,10 +196,14 @@ class Engine:
         while self.has_work:
             self.core.step()
 
-    def close(self, *, is_trusted: bool = True) -> None:
-        """End: what is to outlive the process is saved, unless the engine's state is unknown. Nothing may run."""
+    def close(self, *, is_trusted: bool = True, save_s: float | None = None) -> None:
+        """End: what is to outlive the process is saved, unless the engine's state is unknown. Nothing may run.
+
+        Args:
+            save_s: most seconds that saving may take; None: as many as it takes.
+        """
         if self._sessions is not None:
-            self._sessions.close(is_trusted=is_trusted)
+            self._sessions.close(is_trusted=is_trusted, save_s=save_s)
             self._sessions = None
         if self.tuner is not None:
             self.tuner.close()

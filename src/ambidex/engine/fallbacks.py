@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ambidex.core.ids import Fallback, Tier
+from ambidex.core.policy import LANE_PRESETS, PolicyName
 from ambidex.engine.report import ReportRow
 from ambidex.hw.topology import read_topology
 
@@ -74,4 +75,22 @@ def note_memory(found: Fallbacks, pin_refusals: Sequence[str], page_refusals: Ma
         Fallback.SMALL_PAGES, len(page_refusals),
         f"KV on {' and '.join(page_refusals)} has no huge pages, random reads are slower: "
         f"{next(iter(page_refusals.values()), '')}",
+    )  # fmt: skip
+
+
+def note_cxl(found: Fallbacks, refusals: Sequence[str]) -> None:
+    """A CXL tier that was asked for and could not be had, or not all of it, with the reasons."""
+    found.note(
+        Fallback.NO_CXL, len(refusals),
+        f"K and V for which the CXL tier has no room lie in DRAM, as far as its budget goes: {'; '.join(refusals)}",
+    )  # fmt: skip
+
+
+def note_no_link(found: Fallbacks, policy: PolicyName) -> None:
+    """A policy reads keys in DRAM over the link to a GPU, and there is no GPU."""
+    preset = LANE_PRESETS.get(policy)
+    found.note(
+        Fallback.NO_LINK, int(preset is not None and preset.stream_percent > 0),
+        f"policy {policy} moves keys in DRAM to a GPU in every step, and there is no GPU: the CPU attends them where "
+        f"they lie, so that speeds say nothing of the method",
     )  # fmt: skip

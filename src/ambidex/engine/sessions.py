@@ -7,17 +7,23 @@ computing their tokens would, by the rates measured so far.
 
 import hashlib
 import itertools
+import logging
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
-from ambidex.core.errors import CopyError, IntegrityError
+from ambidex.core.config import EngineConfig
+from ambidex.core.errors import ConfigError, CopyError, IntegrityError
 from ambidex.core.ids import RequestId
 from ambidex.core.request import Request
 from ambidex.core.step import BlockRef, NamedBlock, SavedFigures
 from ambidex.engine.stats import EngineStats
+from ambidex.formats.folder_lock import FolderLock
 from ambidex.kv.block_keys import BlockKey, BlockKeys
 from ambidex.kv.manager import KVManager, PrefixHit
+
+logger = logging.getLogger(__name__)
 
 
 class BlockStore(Protocol):
@@ -56,8 +62,8 @@ class BlockStore(Protocol):
     def drop(self, owner: bytes | None = None) -> int:
         """Delete blocks."""
 
-    def close(self) -> None:
-        """Write what was copied."""
+    def close(self, end_s: float | None = None) -> int:
+        """Write what was copied, until a time of `time.monotonic`; returns how many blocks were not."""
 
 
 class Sessions:
@@ -135,12 +141,23 @@ class Sessions:
         stats.num_restored_tokens = self._num_restored_tokens
         stats.num_recomputed_tokens = self._num_recomputed_tokens
 
-    def close(self, *, is_trusted: bool = True) -> None:
-        """Save what is left, unless the engine's state is unknown, and end."""
-        while is_trusted and self._kv.has_unsaved:
+    def close(self, *, is_trusted: bool = True, save_s: float | None = None) -> None:
+        """Save what is left, unless the engine's state is unknown, and end.
+
+        Args:
+            save_s: time for it, in seconds; what is not saved by then is named in the log. None: as long as it takes.
+        """
+        end_s = None if save_s is None else time.monotonic() + save_s
+        while is_trusted and self._kv.has_unsaved and (end_s is None or time.monotonic() < end_s):
             if not self.save_next():
                 time.sleep(0.001)
-        self._store.close()
+        left = list(iter(self._kv.next_unsaved, None)) if is_trusted else []
+        num_left = sum(not self._store.has(block.name.key) for block in left) + self._store.close(end_s)
+        if num_left:
+            logger.warning(
+                "%d blocks of the prefix cache were not saved, there were %.3g s for it: their tokens will be computed "
+                "anew", num_left, save_s,
+            )  # fmt: skip
 
     def _load(self, keys: BlockKeys, names: Sequence[BlockKey], places: Sequence[BlockRef], start: int) -> int:
         """Load blocks until one cannot be used; returns how many."""
@@ -177,3 +194,26 @@ def _named(name: BlockKey, block_idx: int, tenant: str) -> NamedBlock:
 
 def _owner(tenant: str) -> bytes:
     return hashlib.blake2b(tenant.encode(), digest_size=16).digest()
+
+
+def session_folder(config: EngineConfig) -> Path | None:
+    """Where blocks are kept on disk; None: nobody asked for it.
+
+    Raises:
+        ConfigError: it names the home of a user that there is not.
+    """
+    try:
+        return None if config.session_dir is None else Path(config.session_dir).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"`session_dir` {config.session_dir} cannot be used: {error}") from error
+
+
+def check_session_folder(config: EngineConfig) -> None:
+    """See now whether an engine could use its folder, which it takes once its weights are there.
+
+    Raises:
+        ConfigError: it cannot be used, or another engine uses it.
+    """
+    folder = session_folder(config)
+    if folder is not None:
+        FolderLock(folder, setting="session_dir").close()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ambidex.core.errors import ConfigError
+from ambidex.formats.bounded_file import read_text_file
 
 SHIPPED: Final = "shipped"
 """The name of the file that comes with the package."""
@@ -48,7 +49,7 @@ def read_items(name: Path) -> list[Item]:
         text = (files("ambidex.eval") / "data" / "items.jsonl").read_text(encoding="utf-8")
     else:
         try:
-            text = name.read_text(encoding="utf-8")
+            text = read_text_file(name)
         except (OSError, ValueError) as error:  # ValueError: no UTF-8, a null byte in the name
             raise ConfigError(f"{name} cannot be read as UTF-8 text: {error}") from error
     labels = _labels_beside(name)

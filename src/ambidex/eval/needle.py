@@ -121,11 +121,11 @@ def measure_needle(
             teacher.engine.tokenizer, text, context=context, depth_percent=depth_percent, seed=number
         )  # fmt: skip
         got, chosen = teacher.with_policy(hay.ids, num_prompt=hay.num_prompt)
-        odds += _odds(got, hay)
+        odds += digit_odds(got, hay)
         if chosen is not None:
             selection = chosen if selection is None else selection.join(chosen)
         if against_exact:
-            exact_odds += _odds(teacher.exact(hay.ids, first=hay.num_prompt), hay)
+            exact_odds += digit_odds(teacher.exact(hay.ids, first=hay.num_prompt), hay)
         if progress is not None:
             progress()
     return Found(
@@ -158,7 +158,7 @@ def _spoken(digits: Sequence[int]) -> str:
     return "".join(f" {digit}" for digit in digits)
 
 
-def _odds(logprobs: Tensor, hay: Haystack) -> list[float]:
+def digit_odds(logprobs: Tensor, hay: Haystack) -> list[float]:
     """log p(right) − log p(likeliest other) of each digit."""
     odds = []
     for place, tokens, right in zip(hay.places, hay.candidates, hay.right, strict=True):

@@ -92,13 +92,13 @@ def measure_probes(
         ids, num_prompt = [*probe.prompt, *probe.question], len(probe.prompt)
         chances.append(len(probe.right) / len(probe.candidates))
         got, chosen = teacher.with_policy(ids, num_prompt=num_prompt)
-        found.append(_found(got[-1], probe))
+        found.append(found_share(got[-1], probe))
         odds.append(_odds(got[-1], probe))
         if chosen is not None:
             selection = chosen if selection is None else selection.join(chosen)
         if against_exact:
             exact = teacher.exact(ids, first=len(ids) - 1)[-1]
-            exact_found.append(_found(exact, probe))
+            exact_found.append(found_share(exact, probe))
             exact_odds.append(_odds(exact, probe))
     return ProbeFigures(
         context=context,
@@ -112,7 +112,7 @@ def measure_probes(
     )
 
 
-def _found(logprobs: Tensor, probe: Probe) -> float:
+def found_share(logprobs: Tensor, probe: Probe) -> float:
     row = logprobs[probe.candidates].tolist()
     # A tie goes against the model: equal scores tell nothing apart.
     order = sorted(range(len(row)), key=lambda place: (-row[place], place in probe.right))

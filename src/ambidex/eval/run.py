@@ -13,6 +13,7 @@ from ambidex.core.policy import resolve_policy
 from ambidex.eval.agreement import COLUMNS, Text, measure_agreement
 from ambidex.eval.needle import NEEDLE_COLUMNS, measure_needle
 from ambidex.eval.teacher import Progress, Teacher
+from ambidex.formats.bounded_file import read_text_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +114,10 @@ def read_text(text: Path) -> str:
     """The text that `--text` names.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: it cannot be read, or is larger than any text needs to be.
     """
     try:
-        return text.read_text(encoding="utf-8")
+        return read_text_file(text)
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, a null byte in the name
         raise ConfigError(f"--text {text} cannot be read as UTF-8 text: {error}") from error
 

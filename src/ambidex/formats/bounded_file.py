@@ -1,10 +1,14 @@
 """Files from outside are read whole, but never without a limit: a device or a pipe may have no end."""
 
 import errno
+import os
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
-from ambidex.core.units import format_size
+from ambidex.core.units import MIB, format_size
+
+MAX_TEXT_BYTES: Final = 256 * MIB
+"""Of a text to measure with: some 60 million tokens."""
 
 
 def read_file(path: Path, *, max_bytes: int) -> bytes:
@@ -15,7 +19,9 @@ def read_file(path: Path, *, max_bytes: int) -> bytes:
         ValueError: the name has a null byte.
     """
     with path.open("rb") as file:
-        return read_stream(file, max_bytes=max_bytes)
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise _too_large(max_bytes)
+        return read_stream(file, max_bytes=max_bytes)  # what is no regular file has no size
 
 
 def read_stream(stream: BinaryIO, *, max_bytes: int) -> bytes:
@@ -26,5 +32,20 @@ def read_stream(stream: BinaryIO, *, max_bytes: int) -> bytes:
     """
     data = stream.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise OSError(errno.EFBIG, f"it has more than {format_size(max_bytes)}, the most that is read")
+        raise _too_large(max_bytes)
     return data
+
+
+def read_text_file(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """A file of UTF-8 text, its lines ended by a newline alone, whoever wrote it.
+
+    Raises:
+        OSError: as `read_file`.
+        ValueError: it is no UTF-8, or the name has a null byte.
+    """
+    text = read_file(path, max_bytes=max_bytes).decode("utf-8")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _too_large(max_bytes: int) -> OSError:
+    return OSError(errno.EFBIG, f"it has more than {format_size(max_bytes)}, the most that is read")

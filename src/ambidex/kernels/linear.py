@@ -69,12 +69,20 @@ class LinearOp:
         self._context = context
         self._calls: tuple[_Call, ...] = ()
 
-    def __call__(self, x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    def __call__(
+        self,
+        x: Tensor,
+        weights: Sequence[Weight],
+        biases: Sequence[Tensor | None],
+        *,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
         """Multiply.
 
         Args:
             x: [..., K] fp32, or in the dtype of the weights.
             weights: each [N, K], fp32, bf16, fp16 or quantised; biases: [N] in the dtype of x, or None, for each.
+            residual: [..., N] in the dtype of x, added to the product of the only weight.
         Returns:
             [..., N] in the dtype of x for each weight. Products of an fp32 x are fp32 whatever the weights' dtype, but
             for bf16 weights and more than MOST_NATIVE_TOKENS rows on a CPU that multiplies bf16: there x and the
@@ -91,14 +99,15 @@ class LinearOp:
             if x.shape[0] <= self._context.most_native_tokens or all(
                 isinstance(weight, QuantizedMatrix) for weight in weights
             ):
-                return self._multiply_natively(pool, x, weights, biases)
+                return self._multiply_natively(pool, x, weights, biases, residual)
         for weight in weights:
             if weight.shape[1] != x.shape[-1]:
                 raise ShapeError(f"x: expected {weight.shape[1]} numbers in the last axis, got shape {tuple(x.shape)}")
-        return tuple(
+        products = tuple(
             self._multiply_one(implementation, pool, x, weight, bias)
             for weight, bias in zip(weights, biases, strict=True)
         )
+        return products if residual is None else (products[0] + residual,)
 
     def _multiply_one(
         self, implementation: str, pool: LinearPool | None, x: Tensor, weight: Weight, bias: Tensor | None
@@ -121,10 +130,15 @@ class LinearOp:
         )
 
     def _multiply_natively(
-        self, pool: LinearPool, x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]
+        self,
+        pool: LinearPool,
+        x: Tensor,
+        weights: Sequence[Weight],
+        biases: Sequence[Tensor | None],
+        residual: Tensor | None,
     ) -> tuple[Tensor, ...]:
         if len(self._calls) == 1 and self._calls[0].matrices.lies_at(weights, biases):  # nearly every call
-            return pool.multiply(self._calls[0].matrices, x)
+            return pool.multiply(self._calls[0].matrices, x, residual=residual)
         if not self._calls or not all(
             call.matrices.lies_at(_pick(weights, call.places), _pick(biases, call.places)) for call in self._calls
         ):
@@ -132,7 +146,7 @@ class LinearOp:
         ys = {
             place: y
             for call in self._calls
-            for place, y in zip(call.places, pool.multiply(call.matrices, x), strict=True)
+            for place, y in zip(call.places, pool.multiply(call.matrices, x, residual=residual), strict=True)
         }
         return tuple(ys[place] for place in range(len(weights)))
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ambidex.kernels.linear import LinearOp
 from ambidex.mlp.cuts import SiteShape
 from ambidex.mlp.parts import Part, join
 
@@ -24,6 +25,13 @@ class HostSide:
         self.parts = tuple(parts)
         self.rows = range(parts[0].rows.start, parts[-1].rows.stop)
         self.answer_width = shape.num_out or len(self.rows)
+        self._weights = [weight for part in parts for weight in part.numbers.ins]
+        self._multiply_ins = LinearOp(parts[0].linear)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its rows."""
+        return sum(part.num_bytes for part in self.parts)
 
     @property
     def is_recordable(self) -> bool:
@@ -32,7 +40,17 @@ class HostSide:
 
     def compute(self, x: Tensor) -> Tensor:
         """x [T, K] fp32 in DRAM → [T, n] or, of neurons, [T, num_out]; fp32."""
-        return join(self.shape, [(part.rows, part(x)) for part in self.parts], torch.float32)
+        biases = [bias for part in self.parts for bias in part.biases]
+        inner = self._multiply_ins(x, self._weights, biases)  # one call: x is laid out once
+        if not self.shape.num_out:
+            return join(
+                self.shape, [(part.rows, rows) for part, rows in zip(self.parts, inner, strict=True)], torch.float32
+            )
+        num_ins, total = self.shape.num_ins, None
+        for place, part in enumerate(self.parts):
+            total = part.finish(inner[place * num_ins : (place + 1) * num_ins], total=total)
+        assert total is not None, "a side has parts"
+        return total
 
 
 class HostLane:

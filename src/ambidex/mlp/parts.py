@@ -83,7 +83,7 @@ class Part:
         self._num_ins = len(numbers.ins)
         self.biases: tuple[Tensor | None, ...] = (None,) * len(self._weights)
         self._out = numbers.out
-        self._linear = linear
+        self.linear = linear
         self.counts: Tensor | None = None  # [n] int32: added to in calls that are counted
         self._multiply_ins = LinearOp(linear)
         self._multiply_out = LinearOp(linear)
@@ -110,12 +110,23 @@ class Part:
             return inner[0]
         if len(inner) < self._num_ins:
             inner = inner[0].chunk(self._num_ins, dim=-1)
+        return self.finish(inner, is_counted=is_counted)
+
+    def finish(self, inner: Sequence[Tensor], *, total: Tensor | None = None, is_counted: bool = False) -> Tensor:
+        """What neurons give, [T, num_out], from the products of their rows, [T, n] for each matrix.
+
+        Args:
+            total: fp32, added to it.
+        """
+        assert self.activation is not None, "these are neurons"
+        assert self._out is not None, "these are neurons"
         neurons = activate_neurons(inner, self.activation, self.mask)
         if is_counted and self.counts is not None:
             self.counts.add_(neurons.ne(0).sum(0))
         if self.numbers.columns is not None:
-            return sum_all(neurons, (self.numbers.columns,), self._linear)
-        return self._multiply_out(neurons, (self._out,), (None,))[0]
+            product = sum_all(neurons, (self.numbers.columns,), self.linear)
+            return product if total is None else total + product
+        return self._multiply_out(neurons, (self._out,), (None,), residual=total)[0]
 
 
 def join(shape: SiteShape, answers: Sequence[tuple[range, Tensor]], dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ rebind    later: other chunks lie on the GPU, or the CPU multiplies others (`mod
 Which rows lie where is planned before, without memory (`models/site_plans.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -69,9 +69,16 @@ class DividedWeights:
         self._biases: dict[LinearSite | Neurons, list[Tensor]] = {}
         self._screens: dict[LinearSite | Neurons, Screen] = {}
         self._linear, self._host_linear, self._dtype = linear, host_linear, dtype
-        near = _Arena([(plan.shape, plan.cuts.on_gpu) for plan in plans], dtype, device)
-        far = _Arena([(plan.shape, rows) for plan in plans for rows in plan.cuts.chunks], dtype, torch.device("cpu"))
+        near = _Arena(
+            [(plan.shape, plan.cuts.on_gpu) for plan in plans],
+            dtype,
+            lambda size: torch.empty(size, dtype=torch.uint8, device=device),
+        )
+        far = _Arena([(plan.shape, rows) for plan in plans for rows in plan.cuts.chunks], dtype, memory.allocate)
         self.page_refusal = memory.advise(far.memory) if far.memory.numel() else None
+        for arena in (near, far):
+            if arena.is_quantized:  # rows are packed bit by bit into zeros
+                arena.memory.zero_()
         self.pin_refusal = memory.pin(far.memory, self) if device.type == "cuda" and far.memory.numel() else None
         self._far_memory = far.memory  # pinned as long as this object lives
         self.num_bytes = (near.memory.nbytes, far.memory.nbytes)
@@ -248,12 +255,13 @@ class DividedWeights:
         ]
         return [(shape, parts, screen) for shape, parts, screen in found if is_sparse(shape, parts)]
 
-    def host_parts(self) -> list[Part]:
-        """Parts that the CPU multiplies, of one place after the other, for measurements: the weights are filled."""
+    def host_sides(self) -> list[HostSide]:
+        """What the CPU multiplies of each place, all neurons of it, for measurements: the weights are filled."""
         found = []
         for plan, host in self._host_rows():
             first = len(plan.cuts.movable)
-            found += self._host_parts(plan, host[first : first + len(plan.cuts.on_cpu)])
+            parts = self._host_parts(plan, host[first : first + len(plan.cuts.on_cpu)])
+            found += [HostSide(plan.shape, parts)] if parts else []
         return found
 
     def host_chunks(self) -> list[Tensor]:
@@ -307,12 +315,15 @@ def _share_out(counts: Sequence[int], share: float) -> list[int]:
 class _Arena:
     """One flat memory for the parts of a tier, given out in the order in which they were counted."""
 
-    def __init__(self, groups: Sequence[tuple[SiteShape, range]], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        groups: Sequence[tuple[SiteShape, range]],
+        dtype: torch.dtype,
+        allocate: Callable[[int], Tensor],
+    ) -> None:
         self._dtype = dtype
-        size = sum(aligned(shape.num_bytes(len(rows), dtype.itemsize)) for shape, rows in groups)
-        # Quantised rows are packed bit by bit into zeros; plain numbers need none.
-        make = torch.zeros if any(shape.kind for shape, _ in groups) else torch.empty
-        self.memory = make(size, dtype=torch.uint8, device=device)
+        self.memory = allocate(sum(aligned(shape.num_bytes(len(rows), dtype.itemsize)) for shape, rows in groups))
+        self.is_quantized = any(shape.kind for shape, _ in groups)
         self._used = 0
 
     def take(self, shape: SiteShape, rows: range) -> Rows:

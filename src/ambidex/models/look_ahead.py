@@ -45,6 +45,11 @@ class LookAhead:
         before = self._inputs.pop(layer_idx - 1, None)
         return self._layers[layer_idx].query(before) if before is not None else None
 
+    def ahead(self, layer_idx: int) -> Tensor | None:
+        """Queries of the layer behind one whose attention has its input; see `attention.early_decode.LookAhead`."""
+        own = self._inputs.get(layer_idx)
+        return self._layers[layer_idx + 1].query(own) if own is not None else None
+
     def _remember(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         assert isinstance(module, Attention), "hooks are on attention"
         if module.layer_idx == 0:

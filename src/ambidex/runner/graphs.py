@@ -32,6 +32,7 @@ from ambidex.attention.streamed import LaneBalance, StreamedAttention
 from ambidex.core.errors import LaneError
 from ambidex.core.ids import Lane, RequestId, Tier
 from ambidex.core.model_spec import ModelSpec
+from ambidex.core.selection import ShareDecision
 from ambidex.core.step import ScheduledRequest, SelectionFigures
 from ambidex.kernels import api
 from ambidex.kernels.cpu.native import KeyBatch, ThreadPool
@@ -125,6 +126,7 @@ class DecodeSteps:
         scan_rule: which steps scan their keys, with `bounded`; in the others all are attended. None: all steps do.
         scan_lane: what the accelerator scans with in such steps, with `bounded`; None: the CPU lane scans all.
         clock: times the lanes of each step; None: nobody does.
+        tell: is told how that share changes; None: nobody is.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class DecodeSteps:
         scan_rule: ScanRule | ScanAlways | None = None,
         scan_lane: ScanLane | None = None,
         clock: LaneClock | None = None,
+        tell: Callable[[ShareDecision], None] | None = None,
     ) -> None:
         self._model = model
         self._clock = clock
@@ -164,8 +167,8 @@ class DecodeSteps:
         self._weight_handovers: dict[int, WeightHandover] = {}
         self._arena = Arena() if weights is not None else None
         follows = follows_lanes and stream_share > 0
-        self._balance = LaneBalance(stream_share) if follows else None
-        self._scan_balance = LaneBalance(stream_share) if follows and scan_lane is not None else None
+        self._balance = LaneBalance(stream_share, tell=tell) if follows else None
+        self._scan_balance = LaneBalance(stream_share, tell=tell) if follows and scan_lane is not None else None
         self._stream = None
         if self._dram is not None and stream_share > 0 and stream_blocks > 0:
             words = StreamWords() if pool.device.type == "cuda" else HostWords()

@@ -120,6 +120,11 @@ class ModelRunner:
         self._before_step = before_step
         self._last_end = 0.0  # of the last step that was launched; `time.perf_counter` seconds
 
+    @property
+    def selective(self) -> SelectiveAttention | None:
+        """Attention whose keys a policy chooses step by step; None: there is none."""
+        return self._selective
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens and carry out its moves.

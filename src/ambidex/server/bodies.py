@@ -9,6 +9,7 @@ from pydantic_core import ErrorDetails, from_json, to_json
 from starlette.requests import Request
 
 from ambidex.server.errors import bad_request
+from ambidex.server.protocol import UNSUPPORTED_PART
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -69,6 +70,15 @@ def _drop(value: Any, path: tuple[int | str, ...]) -> bool:
 
 
 def _refusal(problems: list[ErrorDetails]) -> Exception:
+    for problem in problems:
+        if problem["type"] == UNSUPPORTED_PART:
+            path = _path(problem["loc"])
+            return bad_request(
+                f"{path} {problem['msg']}: this engine runs text models, which read no images, sound or files: send "
+                f"parts of type text alone",
+                param=path,
+                code="unsupported_content",
+            )
     unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
     if unknown:
         names = [_shorten(_path(problem["loc"]), _MAX_NAME) for problem in unknown]

@@ -7,9 +7,12 @@ from pathlib import Path
 
 from ambidex.core.config import SettingKind, check_settings, setting
 from ambidex.core.errors import ConfigError
+from ambidex.core.units import format_size
 
 MIN_KEY_CHARS = 8
 """Of an API key: shorter ones are guessed."""
+MAX_KEY_FILE_BYTES = 1024**2
+"""Each request compares its key with all of them."""
 
 
 class LogFormat(StrEnum):
@@ -117,7 +120,7 @@ class ServerConfig:
         if self.api_key_file is None:
             return tuple(keys)
         try:
-            lines = Path(self.api_key_file).read_text(encoding="utf-8").split("\n")
+            lines = _read_keys(Path(self.api_key_file)).split("\n")
         except (OSError, ValueError) as error:
             raise ConfigError(f"--api-key-file {self.api_key_file} cannot be read: {error}") from error
         found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
@@ -126,6 +129,14 @@ class ServerConfig:
         for number, key in enumerate(found, start=1):
             _check_key(key, f"key {number} of {self.api_key_file}")
         return (*keys, *found)
+
+
+def _read_keys(path: Path) -> str:
+    with path.open("rb") as file:  # which may be a device or a pipe without end
+        data = file.read(MAX_KEY_FILE_BYTES + 1)
+    if len(data) > MAX_KEY_FILE_BYTES:
+        raise ValueError(f"it has more than {format_size(MAX_KEY_FILE_BYTES)}, the most that is read")
+    return data.decode("utf-8")
 
 
 def _check_key(key: str, name: str) -> None:

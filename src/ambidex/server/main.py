@@ -5,16 +5,20 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Final
 
 import uvicorn
+import uvloop
 
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import AmbidexError, ConfigError, InternalError
+from ambidex.engine.sessions import check_session_folder
 from ambidex.server.app import ServerApp
 from ambidex.server.config import LogFormat, ServerConfig
+from ambidex.server.connection import Connection
 from ambidex.server.service import EngineService, Progress
 from ambidex.server.tracing import open_tracing
 from ambidex.server.worker.client import WorkerEngine
@@ -40,11 +44,13 @@ def serve(
     Args:
         on_bound: called with the URL when the port is taken, before the model loads.
     Raises:
-        ConfigError: the settings are not safe, or the address cannot be listened on.
+        ConfigError: the settings are not safe, another engine uses the session folder, or the address cannot be
+            listened on.
         AmbidexError: the model cannot be loaded, or the engine failed and could not be built anew.
     """
     api_keys = config.read_api_keys()
     tracing = open_tracing(config.otlp_endpoint, version=version)
+    check_session_folder(engine_config)
     listener = bind(config)
     set_up_log(config.log_format)
 
@@ -64,7 +70,7 @@ def serve(
     server = DrainingServer(app, drain_s=config.drain_s)
     with listener:
         on_bound(url_of(listener))
-        asyncio.run(server.serve(sockets=[listener]))
+        uvloop.run(server.serve(sockets=[listener]))
     if tracing is not None:
         tracing.close()
     if isinstance(service.error, AmbidexError):
@@ -80,10 +86,11 @@ class DrainingServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app.asgi,
-                http="httptools",
+                http=Connection,
                 ws="none",
                 lifespan="on",
                 log_config=None,
+                proxy_headers=False,  # nobody looks at where a client says that it comes from
                 access_log=False,
                 server_header=False,
                 backlog=BACKLOG,
@@ -117,6 +124,7 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
     def _drain(self, drain_s: float) -> None:
+        self._app.end_by(drain_s)
         self._app.answers.close()
         asyncio.get_running_loop().call_later(drain_s, self._app.answers.fail_all)
 
@@ -153,11 +161,27 @@ def url_of(listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+class _LineFormatter(logging.Formatter):
+    """Time, level, message; the time's text is made once a second."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+        self._second, self._text = 0, ""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802  # logging's
+        """As `logging` has it: local time with milliseconds."""
+        del datefmt
+        second = int(record.created)
+        if second != self._second:
+            self._second, self._text = second, time.strftime(self.default_time_format, time.localtime(second))
+        return f"{self._text},{record.msecs:03.0f}"
+
+
 def set_up_log(log_format: LogFormat) -> None:
     """Events of the server go to stderr; a request's line is its own JSON object with `--log-format json`."""
     handler = logging.StreamHandler(sys.stderr)
     is_json = log_format is LogFormat.JSON
-    handler.setFormatter(logging.Formatter("%(message)s" if is_json else "%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(logging.Formatter("%(message)s") if is_json else _LineFormatter())
     for name in ("ambidex.server", "uvicorn"):
         log = logging.getLogger(name)
         log.handlers = [handler]

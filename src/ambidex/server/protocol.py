@@ -5,7 +5,8 @@ Fields that may only say what holds anyway (`store: false`, `echo: false`) are t
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from ambidex.core.request import MAX_COUNT, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PRIORITY, MAX_STOP_STRINGS
 
@@ -14,6 +15,14 @@ MAX_TOOL_NAME: Final = 64
 MAX_MESSAGES: Final = 16384
 MAX_N: Final = 128
 """The OpenAI API's limits."""
+
+OTHER_PARTS: Final = {
+    "image_url": "an image", "image_file": "an image", "image": "an image", "input_image": "an image",
+    "input_audio": "sound", "audio_url": "sound", "video_url": "a video", "file": "a file", "input_file": "a file",
+}  # fmt: skip
+"""Parts of messages that clients of other models send."""
+UNSUPPORTED_PART: Final = "unsupported_part"
+"""The kind of error that they are."""
 
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Text = Annotated[str, Field(min_length=1)]
@@ -114,10 +123,19 @@ class CompletionRequest(Sampling):
 
 
 class TextPart(Body):
-    """A piece of a message; images and sound are not taken."""
+    """A piece of a message; images, sound and files are refused by what they are."""
 
     type: Literal["text"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_kind(cls, value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        what = OTHER_PARTS.get(kind) if isinstance(kind, str) else None
+        if what is not None:
+            raise PydanticCustomError(UNSUPPORTED_PART, "is {what} (type {kind})", {"what": what, "kind": kind})
+        return value
 
 
 class CalledFunction(Body):

@@ -34,6 +34,10 @@ STATUS_S: Final = 2.0
 PROBE_S: Final = 2.0
 """An idle engine answers a message at once; one that computes is judged by the age of its stage."""
 
+GARBAGE: Final = 20_000
+"""Objects that have come and not gone between two looks for garbage: a request leaves some hundred for a while, and
+most of Python's looks, one in 700 objects, would find nothing."""
+
 Progress = Callable[[int, int], None]
 MakeEngine = Callable[[Progress], Awaitable[EngineClient]]
 
@@ -77,6 +81,8 @@ class EngineService:
         self.error: AmbidexError | Exception | None = None
         self.loaded_bytes = (0, 0)
         self.num_restarts = 0
+        self.end_s: float | None = None
+        """When whoever ends the server wants it ended, as `time.monotonic` has it: until then blocks are saved."""
 
     @property
     def state(self) -> EngineState:
@@ -216,7 +222,7 @@ class EngineService:
         if self._state is not EngineState.FAILED:
             self._state = EngineState.CLOSED
         if self._llm is not None:
-            await self._llm.close()
+            await self._llm.close(None if self.end_s is None else max(0.0, self.end_s - time.monotonic()))
 
 
 def _freeze_heap() -> None:
@@ -227,3 +233,4 @@ def _freeze_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(GARBAGE, 20, 50)

@@ -9,7 +9,6 @@ first, since blocks behind a missing one cannot be found.
 """
 
 import contextlib
-import fcntl
 import os
 import re
 import threading
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from ambidex.core.errors import ConfigError
+from ambidex.formats.folder_lock import FolderLock
 from ambidex.storage.block_files import TEMPORARY
 
 _IDENTITY: Final = re.compile(r"[0-9a-f]{32}")
@@ -72,12 +72,12 @@ class BlockFolder:
         self._num_foreign_bytes = 0
         self.unknown: list[str] = []
         """Names of entries that are none of ours, at the start."""
+        self._lock = FolderLock(folder, setting="session_dir")
         try:
-            self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            self._take_lock()
+            self._own.mkdir(mode=0o700, exist_ok=True)
             self._look()
         except OSError as error:
+            self._lock.close()
             raise ConfigError(
                 f"`session_dir` {folder} cannot be used ({error.strerror or error}): name a folder that can be written"
             ) from error
@@ -137,16 +137,7 @@ class BlockFolder:
 
     def close(self) -> None:
         """Let another engine use the folder."""
-        os.close(self._lock)
-
-    def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets it go when the process ends
-        except BlockingIOError:
-            os.close(self._lock)
-            raise ConfigError(
-                f"`session_dir` {self._folder} is in use by another engine: give each its own folder"
-            ) from None
+        self._lock.close()
 
     def _look(self) -> None:
         """Note what is there, and delete what a killed process left half written."""

@@ -10,6 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+_PAGE_BYTES: Final = 4096
 _MAPPED: Final = 2  # cudaHostRegisterMapped: kernels on the GPU may follow the address, too
 
 
@@ -23,6 +24,7 @@ def register_pinned(tensor: Tensor, owner: object) -> str | None:
         return None
     if not torch.cuda.is_available():
         return "there is no CUDA device"
+    touch_pages(tensor)
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types here
     error = cudart.cudaHostRegister(tensor.data_ptr(), num_bytes, _MAPPED)
     if int(error) != 0:
@@ -30,6 +32,13 @@ def register_pinned(tensor: Tensor, owner: object) -> str | None:
         return f"the driver says {cudart.cudaGetErrorString(error)} (limit: ulimit -l)"
     weakref.finalize(owner, cudart.cudaHostUnregister, tensor.data_ptr())
     return None
+
+
+def touch_pages(tensor: Tensor) -> None:
+    """Let the system find memory for every page of a contiguous tensor, by all threads of torch; numbers stay what they
+    are. The driver, which needs the pages too, would ask for one after the other in a single thread."""
+    with torch.inference_mode():
+        tensor.view(-1).view(torch.uint8)[::_PAGE_BYTES].add_(0)
 
 
 def _forget_error() -> None:

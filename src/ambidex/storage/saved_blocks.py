@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import numpy as np
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 MAX_PENDING_BYTES: Final = 64 * MIB
 """Copied, but not written yet; at least one block."""
+LAST_FILE_S: Final = 1.0
+"""For the file that is being written when time is up; a disk that hangs keeps no engine from ending."""
 _NEWEST: Final = 0.3
 """Weight of the newest reading in the mean rate."""
 
@@ -41,13 +43,23 @@ class SavedBlocks:
         identity: names all that K and V depend on beside the tokens.
         pools: the KV of each tier.
         copy: how a block is copied between two pools.
+        locate: the block of a pool that the control plane's block is.
     """
 
-    def __init__(self, folder: BlockFolder, identity: bytes, pools: Mapping[Tier, KVPool], *, copy: CopyBlock) -> None:
+    def __init__(
+        self,
+        folder: BlockFolder,
+        identity: bytes,
+        pools: Mapping[Tier, KVPool],
+        *,
+        copy: CopyBlock,
+        locate: Callable[[BlockRef], BlockRef],
+    ) -> None:
         self._folder = folder
         self._identity = identity
         self._pools = {tier: pool for tier, pool in pools.items() if pool.num_blocks}
         self._copy = copy
+        self._locate = locate
         self._scratch: dict[KVSpec, KVPool] = {}
         self._pending: dict[bytes, int] = {}
         self._jobs: queue.SimpleQueue[tuple[BlockHead, memoryview] | None] = queue.SimpleQueue()
@@ -56,6 +68,8 @@ class SavedBlocks:
         self._has_warned = False  # of a block that is not used
         self._num_failed = 0
         self._read_rate: float | None = None
+        self._end_s: float | None = None
+        self._num_given_up = 0  # copied, but there was no time to write them
         if folder.unknown:
             logger.warning(
                 "the session folder holds %d entries that are none of its own, they are left alone: %s",
@@ -100,6 +114,7 @@ class SavedBlocks:
         """
         if block.key in self._folder or block.key in self._pending:
             return True
+        place = self._locate(place)
         pool = self._pools[place.tier]
         num_bytes = pool.spec.bytes_per_block
         if self._pending and sum(self._pending.values()) + num_bytes > MAX_PENDING_BYTES:
@@ -128,6 +143,7 @@ class SavedBlocks:
             CopyError: it could not be copied.
         """
         begun_s = time.perf_counter()
+        place = self._locate(place)
         try:
             head, payload = read_block_file(self._folder.path_of(block.key, block.block_idx))
             scratch = self._check(block, head)
@@ -170,16 +186,28 @@ class SavedBlocks:
         while self._pending:
             time.sleep(0.001)
 
-    def close(self) -> None:
-        """Write what was copied, and let another engine use the folder."""
+    def close(self, end_s: float | None = None) -> int:
+        """Write what was copied, and let another engine use the folder.
+
+        Args:
+            end_s: a time of `time.monotonic` after which no file is begun; None: all are written.
+        Returns:
+            Blocks that were copied and not written.
+        """
+        self._end_s = end_s
         self._jobs.put(None)
-        self._writer.join()
+        self._writer.join(None if end_s is None else max(0.0, end_s - time.monotonic()) + LAST_FILE_S)
         self._folder.close()
+        return self._num_given_up + len(self._pending)
 
     def _write_all(self) -> None:
         """The thread: write blocks until told to end."""
         while (job := self._jobs.get()) is not None:
             head, payload = job
+            if self._end_s is not None and time.monotonic() >= self._end_s:
+                self._num_given_up += 1
+                del self._pending[head.key]
+                continue
             try:
                 num_bytes = write_block_file(self._folder.path_of(head.key, head.block_idx), head, [payload])
                 self._folder.note(head.key, head.block_idx, num_bytes)

@@ -27,6 +27,11 @@ _JSON_SPACE: Final = r"[\x20\x0A\x0D\x09]{1,16}"
 """White space between the parts of a JSON text: bounded, so that an answer cannot consist of nothing else."""
 _MAX_REASON: Final = 400
 """Characters of the library's reason that an error shows."""
+_PLAIN_REASONS: Final = {
+    "NoExtensionBias": "no text fits it, or it refers to itself without an end: give what refers to itself a branch "
+    "that does not"
+}
+"""What the library says, and what users understand."""
 
 
 class Guide:
@@ -149,4 +154,5 @@ class _Vocabulary:
 
 def _reason(matcher: "LLMatcher") -> str:
     text = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+    text = _PLAIN_REASONS.get(text, text)
     return text[:_MAX_REASON] or f"no text fits it ({matcher.stop_reason()})"

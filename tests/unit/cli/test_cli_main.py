@@ -72,6 +72,16 @@ def test_unknown_variable_is_refused_with_the_closest_name() -> None:
     )
 
 
+def test_limit_that_is_no_instruction_set_is_refused_with_what_there_is() -> None:
+    result = run_ambidex("models", env={"AMBIDEX_MAX_ISA": "AVX512_BF16"})
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: AMBIDEX_MAX_ISA is 'AVX512_BF16' (did you mean avx512bf16?): it limits the instruction set of native "
+        "ops and must be one of generic, avx2, avx512, avx512bf16, amx: correct or unset it\n"
+    )
+    assert run_ambidex("--version", env={"AMBIDEX_MAX_ISA": "generic"}).exit_code == 0
+
+
 def test_variable_of_tests_is_left_alone() -> None:
     assert run_ambidex("--version", env={"AMBIDEX_TEST_ANY": "1"}).exit_code == 0
     assert run_ambidex(env={"AMBIDEX_TEST_ANY": "1"}).exit_code == 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ambidex.compare.page import make_html
-from ambidex.compare.tables import busy_note, find_entries, make_markdown
+from ambidex.compare.tables import busy_note, find_entries, find_ratios, make_markdown
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 OPENING: dict[str, Any] = {
@@ -114,3 +114,23 @@ def test_browser_draws_it_without_errors_and_without_asking_anyone(tmp_path: Pat
     assert all(box["width"] > 300 and box["height"] > 60 for box in boxes)
     assert marks >= 25
     assert rows == 9
+
+
+def test_hybridgen_and_bounded_are_held_against_all_others_at_the_same_point() -> None:
+    lines = [
+        *(speed(variant, context, 1, seconds * context / 1024) for context in (1024, 2048)
+          for variant, seconds in (("infinigen", 0.03), ("hybridgen:policy_percent=5", 0.02), ("bounded", 0.01))),
+        speed("infinigen", 4096, 1, 0.3),
+        quality("hybridgen:policy_percent=5", 1024, 0.9), quality("bounded", 1024, 1.0),
+    ]  # fmt: skip
+    hybridgen, bounded = find_ratios(find_entries(lines))
+    assert (hybridgen.leader, bounded.leader) == ("hybridgen:policy_percent=5", "bounded")
+    assert hybridgen.columns == ("context", "batch", "KV on accelerator", "infinigen", "bounded")
+    assert list(hybridgen.rows) == [
+        ["1024", "1", "all that fits", "1.50", "0.50 (90.0 : 100.0 %)"],
+        ["2048", "1", "all that fits", "1.50", "0.50"],
+    ]
+    assert bounded.rows[1][-1] == "2.00"
+    assert "2.00" in make_markdown(lines)
+    assert "0.50 (90.0 : 100.0 %)" in make_html(lines)
+    assert find_ratios(find_entries(LINES)) == []

@@ -1,6 +1,7 @@
 """Files without an end are refused, not read until no memory is left."""
 
 import io
+import os
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,10 @@ import pytest
 from ambidex.cli.config_file import read_config_file
 from ambidex.cli.source import read_prompt_file
 from ambidex.core.errors import ConfigError, ModelFileError, RequestError
+from ambidex.eval.items import read_items
+from ambidex.eval.run import read_text
 from ambidex.formats import json_file
-from ambidex.formats.bounded_file import read_file, read_stream
+from ambidex.formats.bounded_file import MAX_TEXT_BYTES, read_file, read_stream, read_text_file
 
 ENDLESS = Path("/dev/zero")
 
@@ -50,3 +53,13 @@ def test_an_endless_file_in_a_models_folder_is_a_bad_model_file(
     path.symlink_to(ENDLESS)
     with pytest.raises(ModelFileError, match="more than 1000 B"):
         json_file.read_json_object(path)
+
+
+def test_an_endless_text_to_measure_with_is_the_users_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(b"a\r\nb\rc\n")
+    assert read_text_file(path) == "a\nb\nc\n"
+    os.truncate(path, MAX_TEXT_BYTES + 1)  # a hole: nothing of it is read
+    for read in (read_text, read_items):
+        with pytest.raises(ConfigError, match=r"text cannot be read as UTF-8 text: .*more than 256.0 MiB"):
+            read(path)

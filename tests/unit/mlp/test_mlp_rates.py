@@ -6,6 +6,7 @@ import torch
 from ambidex.kernels.cpu.native import ThreadPool
 from ambidex.kernels.linear import LinearContext
 from ambidex.mlp.cuts import SiteShape
+from ambidex.mlp.host_lane import HostSide
 from ambidex.mlp.parts import Part, Rows
 from ambidex.mlp.rates import TOKENS, LaneRates, keep_whole, measure_cpu
 from ambidex.models.divided import _share_out
@@ -20,6 +21,25 @@ def test_levels_let_both_lanes_end_together() -> None:
     for level, num_tokens in zip(levels, (1, 8, 64), strict=True):
         by_cpu = on_cpu * level.cpu_share
         assert by_cpu / rates.cpu[num_tokens] == pytest.approx((100 - by_cpu) / rates.link)
+
+
+def test_both_lanes_share_what_dram_gives() -> None:
+    """The CPU alone reads 90 GB/s, but 60 while copies run: with 9 in 12 of the bytes it would end last."""
+    rates = LaneRates(cpu={1: 90e9, 64: 30e9}, link=30e9, most_native_tokens=64, beside=90e9)
+    assert [level.cpu_share for level in rates.levels(on_cpu=100, streamed=0)] == pytest.approx([60 / 90, 30 / 60])
+    odd = LaneRates(cpu={1: 90e9}, link=50e9, most_native_tokens=1, beside=40e9)
+    assert [level.cpu_share for level in odd.levels(on_cpu=100, streamed=0)] == []
+
+
+def test_where_the_cpu_reads_a_part_the_link_is_left_less() -> None:
+    """What travels is read whole: of DRAM it takes more than what the CPU reads of the same neurons."""
+    rates = LaneRates(cpu={1: 300e9}, link=50e9, most_native_tokens=1, beside=100e9, reads=0.25)
+    (level,) = rates.levels(on_cpu=100, streamed=0)
+    assert level.cpu_share == pytest.approx(1 / (1 / 3 + 0.75))
+    cpu_s, dram_s = level.cpu_share / 300e9, (0.25 * level.cpu_share + 1 - level.cpu_share) / 100e9
+    assert cpu_s == pytest.approx(dram_s)
+    slow = LaneRates(cpu={1: 100e9}, link=10e9, most_native_tokens=1, beside=110e9, reads=0.5)
+    assert slow.levels(on_cpu=100, streamed=0)[0].cpu_share == pytest.approx(100 / 110), "the link has no more to give"
 
 
 def test_the_cpu_takes_all_of_its_part_in_steps_that_a_solver_divided_for() -> None:
@@ -49,7 +69,7 @@ def test_rates_of_the_cpu_are_measured_for_every_size() -> None:
     part = Part(
         Rows(shape, rows, torch.randn(shape.num_numbers).bfloat16().view(torch.uint8), torch.bfloat16), None, linear
     )
-    rates, most_native_tokens = measure_cpu([part], linear)
+    rates, most_native_tokens = measure_cpu([HostSide(shape, [part])], linear)
     assert list(rates) == list(TOKENS)
     assert all(rate > 0 for rate in rates.values())
     assert most_native_tokens in (0, *TOKENS)
@@ -61,8 +81,7 @@ def test_products_with_quantised_weights_are_native_whatever_was_measured() -> N
     shape = SiteShape(num_in=64, num_rows=64, kind="Q4_0")
     linear = LinearContext(ThreadPool(1), most_native_tokens=0)
     memory = torch.zeros(shape.num_bytes(64, 2), dtype=torch.uint8)
-    rates, most_native_tokens = measure_cpu(
-        [Part(Rows(shape, range(64), memory, torch.bfloat16), None, linear)], linear
-    )
+    part = Part(Rows(shape, range(64), memory, torch.bfloat16), None, linear)
+    rates, most_native_tokens = measure_cpu([HostSide(shape, [part])], linear)
     assert list(rates) == list(TOKENS)
     assert most_native_tokens == linear.most_native_tokens == TOKENS[-1]

@@ -21,6 +21,7 @@ The paper changes K and the mode by feedback from measured stage times: `sched/f
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -107,6 +108,9 @@ class _Steering:
 class _AfterScores(Selector):
     """Post: all far keys are scored first."""
 
+    keeps_rows: ClassVar[bool] = False
+    scores_all: ClassVar[bool] = True
+
     def __init__(self, num_kv_heads: int, *, num_selected: int, num_near: int) -> None:
         self._num_kv_heads = num_kv_heads
         self._num_selected = num_selected
@@ -118,9 +122,22 @@ class _AfterScores(Selector):
             return AllKeys().select(row)
         return _select_after(row, num_far, self._num_kv_heads, self._num_selected)
 
+    def num_far(self, num_keys: int) -> int:
+        return max(0, num_keys - 1 - self._num_near)
+
+    def choose_far(self, row: DecodeRow, num_far: int, scores: Tensor | None) -> tuple[Tensor, Tensor]:
+        del row, num_far
+        return _choose_after(scores, self._num_selected)
+
 
 class _BeforeScores(Predicting):
     """Pre: a predictor selects, then only what is selected is scored."""
+
+    keeps_rows: ClassVar[bool] = True
+
+    @property
+    def scores_all(self) -> bool:
+        return False
 
     def __init__(self, percent: int, num_prompt: int, *, num_kv_heads: int, num_selected: int, num_near: int) -> None:
         super().__init__(percent, num_prompt)
@@ -133,6 +150,20 @@ class _BeforeScores(Predicting):
         if num_far == 0:
             return AllKeys().select(row)
         return self._select_before(row, num_far, self._num_selected)
+
+    def num_far(self, num_keys: int) -> int:
+        return max(0, num_keys - 1 - self._num_near)
+
+    def choose_far(self, row: DecodeRow, num_far: int, scores: Tensor | None) -> tuple[Tensor, Tensor]:
+        del scores
+        return self._choose_before(row, num_far, self._num_selected)
+
+    def _choose_before(self, row: DecodeRow, num_far: int, num_selected: int) -> tuple[Tensor, Tensor]:
+        assert row.stale_q is not None, "a layer before this one has been attended"
+        predicted = max_groups(self.predict(row)[:, :num_far], self._num_kv_heads)  # [Hkv, far]
+        places = predicted.topk(min(num_selected, num_far), dim=1, sorted=False).indices
+        early = row.stale_q.view(self._num_kv_heads, -1, row.q.shape[1]) @ row.take_keys(places).transpose(1, 2)
+        return places, early * row.scale
 
     def _select_before(self, row: DecodeRow, num_far: int, num_selected: int) -> Selection:
         assert row.stale_q is not None, "a layer before this one has been attended"
@@ -148,6 +179,16 @@ class _BeforeScores(Predicting):
 class _Steered(_BeforeScores):
     """Either, as feedback says. Partial keys are kept in both modes: it may change at any step."""
 
+    @property
+    def scores_all(self) -> bool:
+        return not self._steering.is_pre
+
+    def choose_far(self, row: DecodeRow, num_far: int, scores: Tensor | None) -> tuple[Tensor, Tensor]:
+        num_selected = self._steering.num_selected or self._num_selected
+        if self._steering.is_pre:
+            return self._choose_before(row, num_far, num_selected)
+        return _choose_after(scores, num_selected)
+
     def __init__(
         self, percent: int, num_prompt: int, *, num_kv_heads: int, num_selected: int, num_near: int, steering: _Steering
     ) -> None:
@@ -162,6 +203,14 @@ class _Steered(_BeforeScores):
         if self._steering.is_pre:
             return self._select_before(row, num_far, num_selected)
         return _select_after(row, num_far, self._num_kv_heads, num_selected)
+
+
+def _choose_after(scores: Tensor | None, num_selected: int) -> tuple[Tensor, Tensor]:
+    """The best far keys of each KV head, by the largest of its query heads' scores [Hkv, G, far], with their scores."""
+    assert scores is not None, "all far keys have been scored"
+    best = scores.amax(1)  # [Hkv, far]
+    places = best.topk(min(num_selected, best.shape[1]), dim=1, sorted=False).indices
+    return places, scores.gather(2, places[:, None].expand(-1, scores.shape[1], -1))
 
 
 def _select_after(row: DecodeRow, num_far: int, num_kv_heads: int, num_selected: int) -> Selection:

@@ -72,13 +72,13 @@ class _Noisy(NewestAndBest):
     def weigh(self, probs: Tensor) -> Tensor:
         num_heads, num_queries, num_keys = probs.shape
         first = num_keys - num_queries
-        noise = torch.zeros(probs.shape)
+        noise = torch.zeros(probs.shape, device=probs.device)
         for row, position in enumerate(range(first, num_keys)):
-            noise[:, row, : position + 1] = gumbel_noise(self._noise_seed, position, num_heads)
+            noise[:, row, : position + 1] = gumbel_noise(self._noise_seed, position, num_heads, probs.device)
         num_steps = max(0, num_keys - self._num_prompt)  # 0 for queries of the prompt, which come before all others
         tau = self._tau + num_steps * self._tau_step
         # log p differs from x by the same number for all keys of a query, which a softmax does not see.
-        return ((probs.log() + noise.to(probs.device)) / tau).softmax(-1)
+        return ((probs.log() + noise) / tau).softmax(-1)
 
 
 def noise_seed(seed: int, layer_idx: int) -> int:
@@ -86,8 +86,11 @@ def noise_seed(seed: int, layer_idx: int) -> int:
     return (seed * 1_000_003 + layer_idx) % 2**40
 
 
-def gumbel_noise(layer_seed: int, position: int, num_heads: int) -> Tensor:
-    """Gumbel(0, 1) noise of one query for each head and key that it sees: [Hq, position + 1] fp32."""
-    generator = torch.Generator().manual_seed(layer_seed * 2**22 + position)
-    uniform = torch.rand(num_heads, position + 1, generator=generator).clamp_(1e-20, 1 - 1e-7)
+def gumbel_noise(layer_seed: int, position: int, num_heads: int, device: torch.device) -> Tensor:
+    """Gumbel(0, 1) noise of one query for each head and key that it sees: [Hq, position + 1] fp32.
+
+    Devices of another kind draw other numbers.
+    """
+    generator = torch.Generator(device).manual_seed(layer_seed * 2**22 + position)
+    uniform = torch.rand(num_heads, position + 1, generator=generator, device=device).clamp_(1e-20, 1 - 1e-7)
     return -(-uniform.log()).log()

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from typing import ClassVar, Self
+from typing import ClassVar, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -147,6 +147,36 @@ class Selector(ABC):
     def snapshot(self) -> Self:
         """A copy that later steps of this one do not change."""
         return copy.copy(self)
+
+
+@runtime_checkable
+class FarSelector(Protocol):
+    """A selector that can also choose without a mask: all near keys, and so many of the far ones, which come first.
+
+    `keeps_rows`: it must be told of K and V of new tokens. `scores_all`: its next choice is made by scores of all far
+    keys.
+    """
+
+    keeps_rows: ClassVar[bool]
+
+    @property
+    def scores_all(self) -> bool: ...
+
+    def num_far(self, num_keys: int) -> int:
+        """Far keys of a query that sees `num_keys`, its own included."""
+        ...
+
+    def add_rows(self, k: Tensor, v: Tensor) -> None:
+        """See `Selector`."""
+        ...
+
+    def choose_far(self, row: DecodeRow, num_far: int, scores: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Places [Hkv, M] of the far keys that a query attends, and the scores [Hkv, G, M] that they get.
+
+        Args:
+            scores: [Hkv, G, far] of the early query, scaled, if `scores_all`.
+        """
+        ...
 
 
 class Policy(ABC):

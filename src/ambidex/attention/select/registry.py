@@ -35,7 +35,7 @@ def make_policy(settings: PolicySettings, spec: ModelSpec) -> Policy:
             f"(alibi), which policies do not know: use `policy` exact"
         )
     match settings.name:
-        case PolicyName.EXACT:
+        case PolicyName.EXACT | PolicyName.FLEXGEN | PolicyName.MOE_LIGHTNING:
             return Exact(settings, spec)
         case PolicyName.BOUNDED:
             return Bounded(settings, spec)

@@ -4,7 +4,7 @@
 the data plane. `report.py`: what became of it all. `root.py`: every object, by hand and in order.
 """
 
-from ambidex.engine.compose.choices import default_num_threads
+from ambidex.engine.compose.choices import choose_num_threads, default_num_threads
 from ambidex.engine.compose.root import build_engine
 
-__all__ = ["build_engine", "default_num_threads"]
+__all__ = ["build_engine", "choose_num_threads", "default_num_threads"]

@@ -1,7 +1,7 @@
 """What a model, its settings and this machine make of each other, before anything large is allocated."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -18,7 +18,7 @@ from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVOrder, StreamBuffers
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.placement import Placement
-from ambidex.core.policy import PolicyName, resolve_policy
+from ambidex.core.policy import PolicyName
 from ambidex.core.sparsity import OFF, NeuronCache, SparsityKind
 from ambidex.core.step import make_buckets
 from ambidex.core.units import format_size
@@ -26,8 +26,11 @@ from ambidex.cost.sparsity import expected_reads
 from ambidex.cost.weights import DIVIDED_ON_CPU, DIVIDED_ON_GPU, PLAIN, WHOLE_ON_CPU, Residence
 from ambidex.engine.auto_placement import AUTO, AutoPlacement, Budgets, solve_weights
 from ambidex.engine.bounded_form import BoundedForm, choose_bounded_form
+from ambidex.engine.chosen_policy import ChosenPolicy, choose_policy
+from ambidex.engine.compose.cxl import CxlTier, choose_cxl
 from ambidex.engine.compose.sparsity import SparsityChoice, choose_sparsity
 from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
+from ambidex.engine.lane_preset import streamed_share
 from ambidex.engine.memory import (
     FixedBytes,
     FreeMemory,
@@ -53,8 +56,8 @@ from ambidex.formats.spec import read_spec
 from ambidex.hw.memory import read_memory
 from ambidex.hw.profile import Curve, HardwareProfile, Machine
 from ambidex.hw.profile_file import default_path, read_profile
-from ambidex.hw.topology import read_topology
-from ambidex.kernels.cpu.native import ThreadPool
+from ambidex.hw.topology import check_num_threads, read_topology
+from ambidex.kernels.cpu.native import ThreadPool, isa
 from ambidex.kernels.dispatch import choose
 from ambidex.kernels.reference.quantized import RECORD_BYTES as GPU_KINDS
 from ambidex.layers.linear import Linear
@@ -73,6 +76,7 @@ from ambidex.models.site_plans import (
 )
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.device import TORCH_DTYPES, activation_dtype, choose_device, choose_dtype, keeps_quantized
+from ambidex.storage.host_memory import HostMemory
 
 CPU_SPIN_US: Final = 300
 """How long native threads look for work before they sleep when the accelerator is the CPU: longer than what Python and
@@ -102,11 +106,22 @@ class Choices:
     kv: KVFormat
     decode_form: DecodeForm
     decode_form_why: str
+    policy: ChosenPolicy
     bounded: BoundedForm
     stream: StreamBuffers | None
     weights: "WeightChoices"
     sparsity: SparsityChoice | None
+    cxl: CxlTier
     memory: MemoryPlan
+    plan: Callable[[CxlTier], MemoryPlan]
+    """Divides the budgets anew, for another CXL tier."""
+
+    def most_running(self, config: EngineConfig) -> int:
+        """Requests of a step: as many as are allowed, or as the rule of a policy has chosen."""
+        auto = self.weights.auto
+        if auto is None or not auto.is_by_rule:
+            return config.max_running_requests
+        return min(config.max_running_requests, auto.workload.batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +147,18 @@ def default_num_threads(device: torch.device) -> int:
     return max(1, read_topology().num_usable_cores - (device.type == "cuda"))
 
 
+def choose_num_threads(config: EngineConfig, device: torch.device) -> int:
+    """CPU threads of an engine.
+
+    Raises:
+        ConfigError: more are asked for than can run at once.
+    """
+    if config.num_threads is None:
+        return default_num_threads(device)
+    check_num_threads(config.num_threads)
+    return config.num_threads
+
+
 def make_choices(
     config: EngineConfig,
     decode_form: DecodeForm | None,
@@ -140,13 +167,16 @@ def make_choices(
     weight_ring: RingSizes | None,
     profile: HardwareProfile | None,
     dummy_kind: str | None,
+    host_memory: HostMemory,
 ) -> Choices:
     source = find_model(config.model)
     spec = read_spec(source)
-    policy = make_policy(resolve_policy(config), spec)  # refuses a model that it cannot serve before anything is loaded
+    chosen = choose_policy(config, source, spec)
+    policy = make_policy(chosen.settings, spec)  # refuses a model that it cannot serve before anything is loaded
     device = choose_device(config.device)
     is_cuda = device.type == "cuda"
-    num_threads = config.num_threads or default_num_threads(device)
+    cxl = choose_cxl(config, host_memory)
+    num_threads = choose_num_threads(config, device)
     lane_spin_us = LANE_SPIN_US if config.mlp_sparsity == OFF else SPARSE_SPIN_US
     threads = make_threads(num_threads, spin_us=lane_spin_us if is_cuda else CPU_SPIN_US)
     dtype, dtype_why = choose_dtype(
@@ -167,15 +197,17 @@ def make_choices(
     )
     sparsity = choose_sparsity(config, spec, source, skeleton)
     form, form_why = (decode_form, "asked for") if decode_form else _choose_decode_form(config, spec, device, threads)
+    if cxl.slow is not None and decode_form is None:
+        form, form_why = DecodeForm.ORDINARY, "reads of the emulated CXL tier are paced layer by layer"
     if sparsity is not None and form is DecodeForm.PROGRAM:
         form, form_why = DecodeForm.ORDINARY, "which neurons are skipped is known only in the step"
     has_row_ops = is_cuda or form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
     kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
     bounded = choose_bounded_form(config, kv.specs, why_ordinary=form_why if form is DecodeForm.ORDINARY else None)
-    if config.policy is not PolicyName.EXACT and not bounded.is_native:
+    if not config.policy.attends_all and not bounded.is_native:
         form, form_why = decode_form or DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
     activations = activation_dtype(dtype, device)
-    free = _free_memory(device)
+    free = _free_memory(device, cxl)
     can_step_stream = (
         form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
         and config.stream_percent != 0
@@ -207,6 +239,21 @@ def make_choices(
     )  # fmt: skip
     if weights.placement is not None:
         check_placement(config, looks_ahead=Need.LOOK_AHEAD in policy.needs, placement=weights.placement)
+
+    def plan(tier: CxlTier) -> MemoryPlan:
+        return plan_memory(
+            config,
+            spec,
+            kv.specs,
+            free=free,
+            weights=weights.bytes,
+            fixed=fixed,
+            scan_bytes=bounded.scan_bytes(kv.specs),
+            mapping=tier.mapping,
+            cxl_bytes=tier.num_bytes,
+            num_near_v=chosen.settings.exact_layers or 0,
+        )
+
     return Choices(
         source=source,
         spec=spec,
@@ -219,19 +266,14 @@ def make_choices(
         kv=kv,
         decode_form=form,
         decode_form_why=form_why,
+        policy=chosen,
         bounded=bounded,
         stream=stream,
         weights=weights,
         sparsity=sparsity,
-        memory=plan_memory(
-            config,
-            spec,
-            kv.specs,
-            free=free,
-            weights=weights.bytes,
-            fixed=fixed,
-            scan_bytes=bounded.scan_bytes(kv.specs),
-        ),
+        cxl=cxl,
+        memory=plan(cxl),
+        plan=plan,
     )
 
 
@@ -305,7 +347,7 @@ def _choose_weights(
         if wanted is None or wanted >= total:
             return WeightChoices(placement=None, why="they fit", ring=ring, bytes=WeightBytes(on_gpu=total))
         sizes = measure_weights(skeleton, dtype.num_bytes, kinds=kinds, whole_kinds=as_stored)
-        share = STREAMED_SHARE if device.type == "cuda" and not skips_neurons else 0.0
+        share = streamed_share(config, STREAMED_SHARE if device.type == "cuda" and not skips_neurons else 0.0)
         in_dram = fill_placement(sizes, 0, streamed_share=share)
         nothing = cut(in_dram, kinds=kinds)
         least = sizes.whole + count_bytes(nothing, ring, dtype.num_bytes).ring + ALIGNMENT_BYTES * len(nothing)
@@ -385,7 +427,7 @@ def _choose_decode_form(
     config: EngineConfig, spec: ModelSpec, device: torch.device, threads: ThreadPool | None
 ) -> tuple[DecodeForm, str]:
     """How decode steps run, and the reason."""
-    if config.policy not in (PolicyName.EXACT, PolicyName.BOUNDED):
+    if not config.policy.attends_all and config.policy is not PolicyName.BOUNDED:
         return DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
     if spec.alibi_slopes is not None:
         return DecodeForm.ORDINARY, "attention with slopes (alibi) has no other form"
@@ -408,15 +450,36 @@ def decode_buckets(config: EngineConfig) -> tuple[int, ...]:
 
 
 def make_threads(num_threads: int, *, spin_us: int) -> ThreadPool | None:
-    """The threads of all native ops; None without the compiled module."""
+    """The threads of all native ops; None without the compiled module.
+
+    Raises:
+        ConfigError: `AMBIDEX_MAX_ISA` names no instruction set.
+    """
     try:
+        isa()  # a wrong limit is refused here, not by the first op
         return ThreadPool(num_threads, spin_us=spin_us)
     except NativeModuleError:
         return None
 
 
-def _free_memory(device: torch.device) -> FreeMemory:
-    dram = read_memory().usable_bytes
+def _free_memory(device: torch.device, cxl: CxlTier) -> FreeMemory:
+    """What is free beside what the CXL tier takes of it, or has for itself.
+
+    Raises:
+        ConfigError: it is emulated in DRAM, and there is not so much.
+    """
+    memory = read_memory()
+    dram = memory.usable_bytes
+    if cxl.nodes is not None:
+        limit = memory.limit.free_bytes - cxl.num_bytes if memory.limit is not None else dram
+        dram = max(0, min(memory.available_bytes - cxl.node_free_bytes, limit))
+    elif cxl.num_bytes > dram:
+        raise ConfigError(
+            f"`cxl_memory` is {format_size(cxl.num_bytes)}, emulated in DRAM: {format_size(dram)} are free on this "
+            f"machine"
+        )
+    else:
+        dram -= cxl.num_bytes
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return FreeMemory(accelerator=free, dram=dram, is_shared=False)

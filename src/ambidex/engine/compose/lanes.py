@@ -12,6 +12,7 @@ from ambidex.attention.streamed import LaneRates, measure_lane_rates, why_no_str
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import Tier
+from ambidex.core.policy import PolicyName
 from ambidex.engine.compose.choices import Choices
 from ambidex.kernels.dispatch import choose
 from ambidex.runner.decode import DecodeForm
@@ -91,6 +92,11 @@ def choose_stream(config: EngineConfig, choices: Choices, pools: Mapping[Tier, K
         reason = "the part of the GPU's budget that is for streamed keys holds no block of a layer"
     dram = pools[Tier.DRAM]
     if reason is not None or not isinstance(dram, TiledKVPool):
+        if config.policy is PolicyName.FLEXGEN and choices.device.type == "cuda":
+            raise ConfigError(
+                f"`policy` flexgen reads all keys in DRAM over the link, which cannot be had: {reason}: change that, "
+                f"or use `policy` exact"
+            )
         if config.stream_percent:
             raise ConfigError(f"`stream_percent` {config.stream_percent} cannot be had, use 0: {reason}")
         rates = None

@@ -4,14 +4,14 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import Tier
+from ambidex.core.step import BlockRef
 from ambidex.core.units import format_size
 from ambidex.engine.compose.choices import Choices
-from ambidex.engine.sessions import Sessions
+from ambidex.engine.sessions import Sessions, session_folder
 from ambidex.engine.stats import EngineStats
 from ambidex.formats.fingerprint import fingerprint
 from ambidex.kv.manager import KVManager
@@ -63,15 +63,18 @@ def make_sessions(
     copy: CopyBlock,
     kv: KVManager,
     stats: Callable[[], EngineStats],
+    locate: Callable[[BlockRef], BlockRef],
 ) -> Sessions | None:
     """What keeps blocks on disk, and decides which; None: nobody asked for it.
 
     Args:
         stats: gives those of the engine, once it is built.
+        locate: the block of a pool that the control plane's block is.
     Raises:
         ConfigError: the folder cannot be used, or the quota holds not one block.
     """
-    if config.session_dir is None:
+    place = session_folder(config)
+    if place is None:
         return None
     block_bytes = max((pool.spec.bytes_per_block for pool in pools.values() if pool.num_blocks), default=0)
     if config.session_quota <= block_bytes:
@@ -79,8 +82,8 @@ def make_sessions(
             f"`session_quota` is {format_size(config.session_quota)}: a block of {config.block_size} tokens takes "
             f"{format_size(block_bytes)} and its head: give more, or a smaller `block_size`"
         )
-    folder = BlockFolder(Path(config.session_dir).expanduser(), identity.digest, config.session_quota)
-    store = SavedBlocks(folder, identity.digest, pools, copy=copy)
+    folder = BlockFolder(place, identity.digest, config.session_quota)
+    store = SavedBlocks(folder, identity.digest, pools, copy=copy, locate=locate)
     return Sessions(kv, store, compute_rate=lambda: _compute_rate(stats()))
 
 

@@ -40,7 +40,8 @@ def isa() -> str:
     try:
         return _native.isa()
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        wrong = str(error).partition(" [")[0]  # what follows is the check in the source
+        raise ConfigError(f"{wrong}: correct or unset it") from None
 
 
 def available_isas() -> tuple[str, ...]:

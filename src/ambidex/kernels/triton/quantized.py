@@ -26,7 +26,14 @@ GROUP_ROWS: Final = 16
 RECORD_BYTES: Final[Mapping[str, int]] = {"Q8_0": 32 + 8 * 64, "Q4_0": 32 + 4 * 64, "Q4_1": 64 + 4 * 64}
 """Types with a kernel, and bytes of a record of 16 rows and 32 numbers."""
 _TILE_N: Final = 64
-"""Rows of a program: 4 groups; a matrix of 8192 rows makes 128 programs, one for each multiprocessor."""
+"""Rows of a program: 4 groups."""
+_LEAST_PROGRAMS: Final = 1024
+"""A program waits for memory in each of its records, so a multiprocessor needs several: fewer tiles than this are cut
+along the rows, too, and a second kernel sums up what the pieces give."""
+_MOST_SPLITS: Final = 16
+_LEAST_BLOCKS: Final = 8
+"""Of a piece of a row."""
+_SUM_NUMBERS: Final = 1024
 
 MOST_TILED_TOKENS: Final = 64
 """Up to one tile of tokens, which takes each integer apart once. With two tiles widening costs as much: a number is
@@ -40,10 +47,13 @@ _ITEMS: Final = 128
 
 @triton.jit
 def _multiply_kernel(
-    x_ptr, words_ptr, scales_ptr, y_ptr, num_tokens, num_rows, num_blocks, x_stride, y_stride,
+    x_ptr, words_ptr, scales_ptr, y_ptr, num_tokens, num_rows, num_blocks, blocks_per_split, x_stride, y_stride,
     RECORD: tl.constexpr, HEAD: tl.constexpr, OFFSET: tl.constexpr, LINES: tl.constexpr, PER_WORD: tl.constexpr,
     TILE_T: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
+    split = tl.program_id(2).to(tl.int64)
+    first_block = tl.program_id(2) * blocks_per_split
+    last_block = tl.minimum(first_block + blocks_per_split, num_blocks)
     rows = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     tokens = tl.program_id(1) * TILE_T + tl.arange(0, TILE_T)
     is_token = tokens < num_tokens
@@ -59,7 +69,7 @@ def _multiply_kernel(
         line[:, None] * PER_WORD + number[None, :], (32,)
     )  # which number of a block is the k-th one here
     acc = tl.zeros((TILE_T, TILE_N), dtype=tl.float32)
-    for block in range(num_blocks):
+    for block in range(first_block, last_block):
         record = (group * num_blocks + block) * RECORD
         words = tl.load(
             words_ptr + ((record + HEAD) // 4)[:, None] + line[None, :] * 16 + (rows % 16)[:, None],
@@ -79,8 +89,18 @@ def _multiply_kernel(
         if HEAD == 64:
             minima = tl.load(scales_ptr + record // 2 + 16 + rows % 16, mask=is_group, other=0.0).to(tl.float32)
             acc += tl.sum(x.to(tl.float32), axis=1)[:, None] * minima[None, :]
-    out = y_ptr + tokens.to(tl.int64)[:, None] * y_stride + rows[None, :]
+    out = y_ptr + (split * num_tokens + tokens.to(tl.int64))[:, None] * y_stride + rows[None, :]
     tl.store(out, acc.to(y_ptr.dtype.element_ty), mask=is_token[:, None] & (rows < num_rows)[None, :])
+
+
+@triton.jit
+def _sum_kernel(part_ptr, y_ptr, num_numbers, num_splits, BLOCK: tl.constexpr):
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_number = places < num_numbers
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for split in range(num_splits):
+        total += tl.load(part_ptr + split * num_numbers + places, mask=is_number, other=0.0)
+    tl.store(y_ptr + places, total.to(y_ptr.dtype.element_ty), mask=is_number)
 
 
 @triton.jit
@@ -132,11 +152,25 @@ def multiply(x: Tensor, data: Tensor, kind: str, num_rows: int) -> Tensor:
         _multiply_widened(x, data, kind, y)
         return y
     tile_t = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
-    _multiply_kernel[(triton.cdiv(num_rows, _TILE_N), triton.cdiv(num_tokens, tile_t))](
-        x, data.view(torch.int32), data.view(torch.float16), y, num_tokens, num_rows, width // 32, x.stride(0),
-        y.stride(0), **_layout(kind), TILE_T=tile_t, TILE_N=_TILE_N, num_warps=4,
+    num_tiles, num_blocks = triton.cdiv(num_rows, _TILE_N), width // 32
+    blocks_per_split = triton.cdiv(num_blocks, choose_num_splits(num_tiles, num_blocks))
+    num_splits = triton.cdiv(num_blocks, blocks_per_split)
+    to = y if num_splits == 1 else x.new_empty((num_splits, num_tokens, num_rows), dtype=torch.float32)
+    _multiply_kernel[(num_tiles, 1, num_splits)](
+        x, data.view(torch.int32), data.view(torch.float16), to, num_tokens, num_rows, num_blocks, blocks_per_split,
+        x.stride(0), num_rows, **_layout(kind), TILE_T=tile_t, TILE_N=_TILE_N, num_warps=4,
     )  # fmt: skip
+    if num_splits > 1:
+        _sum_kernel[(triton.cdiv(y.numel(), _SUM_NUMBERS),)](
+            to, y, y.numel(), num_splits, BLOCK=_SUM_NUMBERS, num_warps=4
+        )
     return y
+
+
+def choose_num_splits(num_tiles: int, num_blocks: int) -> int:
+    """Pieces of each row, so that there are enough programs."""
+    most = max(1, min(_MOST_SPLITS, num_blocks // _LEAST_BLOCKS))
+    return min(most, -(-_LEAST_PROGRAMS // num_tiles))
 
 
 def _multiply_widened(x: Tensor, data: Tensor, kind: str, y: Tensor) -> None:

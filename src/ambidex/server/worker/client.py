@@ -48,7 +48,7 @@ from ambidex.server.worker.wire import (
 logger = logging.getLogger(__name__)
 
 CLOSE_S: Final = 5.0
-"""For the engine to end its requests and itself; then it is killed."""
+"""For the engine to end its requests and itself, beyond the time for saving; then it is killed."""
 BEAT_S: Final = 1.0
 """Between two questions that only ask for a sign of life."""
 _MALLOC: Final = {"MALLOC_MMAP_THRESHOLD_": str(4 * 1024**2), "MALLOC_TRIM_THRESHOLD_": str(64 * 1024**2)}
@@ -181,8 +181,8 @@ class WorkerEngine:
         counts: tuple[int, ...] = await self._call(lambda call: AskComputed(call, tuple(request_ids)))
         return list(counts)
 
-    async def close(self) -> None:
-        """End the engine and its process, and wait until its memory is free."""
+    async def close(self, save_s: float | None = None) -> None:
+        """End the engine and its process, and wait until its memory is free; see `EngineClient`."""
         if self._beats is not None:
             self._beats.cancel()
         self._is_closing = True
@@ -190,9 +190,9 @@ class WorkerEngine:
         if process is None:
             return
         if self._text is not None and self.fault is None:
-            self._channel.send(Close())
+            self._channel.send(Close(save_s))
             with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(process.wait, CLOSE_S)
+                await asyncio.to_thread(process.wait, None if save_s is None else save_s + CLOSE_S)
         if process.poll() is None:
             process.kill()
         await asyncio.to_thread(process.wait)

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
+import uvloop
+
 from ambidex.core.errors import AmbidexError, CallerError
 from ambidex.core.ids import RequestId
 from ambidex.engine.async_ import AsyncLLM
@@ -66,6 +68,7 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._started: asyncio.Future[Start] = self._loop.create_future()
         self._is_closing = asyncio.Event()
+        self._save_s: float | None = None
         self._llm: AsyncLLM | None = None
         self._leave: dict[RequestId, Callable[[], None]] = {}
         self._writers: dict[RequestId, PieceWriter] = {}
@@ -94,7 +97,7 @@ class Worker:
                 await asyncio.to_thread(give_back_memory)
         if ended.done():
             return self._end(ended.result())
-        await llm.close()
+        await llm.close(self._save_s)
         return 0
 
     def _end(self, error: BaseException) -> int:
@@ -117,6 +120,7 @@ class Worker:
             case Start():
                 self._started.set_result(message)
             case Close():
+                self._save_s = message.save_s
                 self._is_closing.set()
             case Submit():
                 self._submit(message)
@@ -239,7 +243,7 @@ def main() -> int:
     async def run() -> int:
         return await Worker().run(socket.socket(fileno=descriptor))
 
-    return asyncio.run(run())
+    return uvloop.run(run())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,126 @@
+"""What does the bounded policy cost SmolLM2 on real text, and does its bound hold?
+
+    .venv/bin/python bench/quality.py --text book.txt                     # contexts of 2K, 4K and 8K
+    .venv/bin/python bench/quality.py --text book.txt --contexts 512 --predict 16 --verified 100    # to try it
+
+At each context the last tokens of a window are predicted under the policy, in its reference form, and with all keys:
+perplexity, likeliest token, KL. Digits hidden in the text are asked for at three depths. Outputs are computed again
+over all keys, one choice (a step and layer, of all heads) in so many that the asked number of (step, layer, head) comes
+together over all contexts; an error above its bound ends the run. Appends a JSON line to bench/results/quality.jsonl.
+"""
+
+import argparse
+import math
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from ambidex.core.config import EngineConfig
+from ambidex.core.errors import AmbidexError
+from ambidex.core.step import SelectionFigures
+from ambidex.core.units import parse_size
+from ambidex.eval.agreement import Text, measure_agreement
+from ambidex.eval.needle import measure_needle
+from ambidex.eval.run import read_text
+from ambidex.eval.teacher import Teacher
+from ambidex.runner.runner import ModelRunner
+from harness import REPO, append_record, environment, significant
+
+DEPTHS: Final = (10, 50, 90)
+
+
+def main() -> int:
+    """Measure, print, record."""
+    args = parse_args()
+    opening = environment()
+    try:
+        words = read_text(args.text)
+        config = EngineConfig(
+            model=args.model,
+            policy="bounded",  # type: ignore[arg-type]  # read as the command line is
+            bounded_scores="exact",  # type: ignore[arg-type]
+            max_dropped_mass=args.max_dropped_mass,
+            max_context_len=max(args.contexts) + 8,
+        )
+        teacher = Teacher(config)
+        points = [measure(teacher, words, context, args) for context in args.contexts]
+    except AmbidexError as error:
+        print(error, file=sys.stderr)
+        return 2
+    verified = sum(point["num_verified"] for point in points)
+    print(f"{verified} outputs of (step, layer, head) were computed again: none was above its bound")
+    record = {
+        "bench": "quality", **opening,
+        "settings": {"model": args.model, "text": args.text.name, "max_dropped_mass": args.max_dropped_mass,
+                     "predict": args.predict, "rounds": args.rounds, "form": "reference, scores of K itself"},
+        "num_verified": verified, "points": points,
+    }  # fmt: skip
+    append_record(args.output, record)
+    return 0
+
+
+def parse_args() -> argparse.Namespace:
+    """Read the command line; ends the program with code 2 if it is wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0],
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
+    parser.add_argument("--text", type=Path, required=True, help="file with a long text, UTF-8")
+    parser.add_argument("--model", default="smollm2", help="whose answers are looked at")
+    parser.add_argument("--contexts", default="2K,4K,8K", help="tokens of a window")
+    parser.add_argument("--predict", type=int, default=128, help="tokens predicted at the end of each")
+    parser.add_argument("--rounds", type=int, default=2, help="codes of five digits at each depth; 0: none")
+    parser.add_argument("--max-dropped-mass", type=float, default=0.01, help="of each softmax")
+    parser.add_argument("--verified", type=int, default=10_000, help="outputs that are computed again, at least")
+    parser.add_argument("--output", type=Path, default=REPO / "bench/results/quality.jsonl", help="gets a line")
+    args = parser.parse_args()
+    try:
+        args.contexts = tuple(parse_size(word) for word in args.contexts.split(","))
+    except AmbidexError as error:
+        parser.error(f"--contexts: {error}")
+    if min(args.predict, args.verified, *args.contexts) < 1 or args.rounds < 0:
+        parser.error("--predict, --verified and --contexts must be at least 1, --rounds at least 0")
+    return args
+
+
+def measure(teacher: Teacher, words: str, context: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One context."""
+    runner, spec = teacher.engine.core.executor, teacher.engine.figures.spec
+    assert isinstance(runner, ModelRunner), "no setting of this engine puts another in its place"
+    assert runner.selective is not None, "the reference form chooses keys step by step"
+    num_outputs = args.predict * spec.num_layers * spec.num_q_heads * len(args.contexts)
+    runner.selective.verify_every(max(1, math.floor(num_outputs / args.verified)))
+    text = Text(
+        token_ids=teacher.engine.tokenizer.encode(words), context=context, num_predicted=args.predict, num_windows=1
+    )
+    agreement = measure_agreement(teacher, text, against_exact=True)
+    chosen = agreement.selection or SelectionFigures()
+    assert agreement.exact_perplexity is not None, "it was asked for"
+    change = agreement.perplexity / agreement.exact_perplexity - 1
+    print(
+        f"{context}: perplexity {agreement.perplexity:.4f} against {agreement.exact_perplexity:.4f} "
+        f"({100 * change:+.4f} %), likeliest token equal {100 * (agreement.top1_equal or 0):.2f} %, "
+        f"KL {agreement.mean_kl:.2e}, keys {100 * chosen.attended_share:.1f} %; {chosen.num_verified} verified, "
+        f"largest error {chosen.max_error:.2e}, bound {chosen.max_error_bound:.2e}",
+        flush=True,
+    )
+    runner.selective.verify_every(0)
+    needles = []
+    for depth in DEPTHS if args.rounds else ():
+        found = measure_needle(
+            teacher, words, context=context, depth_percent=depth, num_rounds=args.rounds, against_exact=True
+        )
+        needles.append({name: value for name, value in asdict(found).items() if name != "selection"})
+        print(f"{context}, digits at {depth} %: right first {100 * found.right_first:.0f} % against "
+              f"{100 * (found.exact_right_first or 0):.0f} %, log-odds {found.log_odds:+.3f} against "
+              f"{found.exact_log_odds or 0:+.3f}", flush=True)  # fmt: skip
+    return {
+        "context": context,
+        "agreement": agreement.record(),
+        "perplexity_change": significant(change, 3),
+        "num_verified": chosen.num_verified,
+        "needles": needles,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

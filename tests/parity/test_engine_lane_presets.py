@@ -1,0 +1,122 @@
+"""flexgen and moe_lightning attend all keys: greedy tokens are those of `exact`, and the lanes that the method names do
+the work."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_engine_splits import DEVICES, LENGTHS, NUM_OUTPUT, SPLITS, answers, make_prompts
+
+from ambidex import LLM, EngineConfig, SamplingParams
+from ambidex.core.config import DeviceKind, DTypeChoice
+from ambidex.core.errors import ConfigError
+from ambidex.core.ids import Fallback, Lane, Tier
+from ambidex.core.policy import LANE_PRESETS, PolicyName
+from ambidex.engine.compose import build_engine
+from ambidex.engine.engine import Engine
+from ambidex.models.divided import RingSizes
+from ambidex.runner.decode import DecodeForm
+from tiny_engine import make_engine_folder
+
+NAMES = list(LANE_PRESETS)
+FAMILIES = ("llama", "opt", "qwen3", "falcon_7b")
+RING = RingSizes(chunk_bytes=9000, num_slots=2)
+PARAMS = SamplingParams(max_output_tokens=NUM_OUTPUT, temperature=0.0, ignore_eos=True)
+
+
+def run(engine: Engine) -> list[tuple[int, ...]]:
+    """Greedy tokens of all prompts, which are computed together."""
+    ids, last = [engine.add(prompt, PARAMS) for prompt in make_prompts()], {}
+    while engine.has_work:
+        last |= {output.request_id: output for output in engine.step()}
+    assert not [output.error for output in last.values() if output.error]
+    return [last[request_id].token_ids for request_id in ids]
+
+
+def build(folder: Path, name: str, *, device: DeviceKind = DeviceKind.CPU, **settings: Any) -> Engine:
+    parts = {part: settings.pop(part) for part in ("weight_ring", "decode_form") if part in settings}
+    own = {"dtype": DTypeChoice.FP32, "block_size": 16, "num_threads": 1} | settings
+    return build_engine(EngineConfig(model=str(folder), policy=PolicyName(name), device=device, **own), **parts)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("split", [{}, *SPLITS.values()], ids=["as the policy has it", *SPLITS])
+@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens_equal_those_of_full_attention(
+    name: str, variant: str, split: dict[str, Any], device: DeviceKind, tmp_path: Path
+) -> None:
+    folder = make_engine_folder(tmp_path, variant)
+    dtype = DTypeChoice.FP32 if device is DeviceKind.CPU else DTypeChoice.BF16  # what the stream lane reads
+    wanted = run(build(folder, "exact", device=device, dtype=dtype))
+    assert run(build(folder, name, device=device, dtype=dtype, **split)) == wanted
+
+
+@pytest.mark.parametrize("form", [None, DecodeForm.FIXED])
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_that_do_not_fit_travel_and_the_cpu_multiplies_none(
+    name: str, form: DecodeForm | None, tmp_path: Path
+) -> None:
+    folder = make_engine_folder(tmp_path, "llama")
+    wanted = run(build(folder, "exact"))
+    engine = build(folder, name, weights_gpu_memory="100KB", weight_ring=RING, decode_form=form)
+    assert "over the link" in engine.report.value("compute", "weights_placed")
+    assert "multiplied by the CPU" not in engine.report.value("compute", "weights_placed")
+    assert run(engine) == wanted
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_whole_blocks_lie_in_dram_unless_the_settings_say_otherwise(name: str, tmp_path: Path) -> None:
+    folder = make_engine_folder(tmp_path, "llama")
+    engine = build(folder, name, num_sink_tokens=0)
+    run(engine)
+    longest = (max(LENGTHS) + NUM_OUTPUT) // 16
+    assert engine.stats.peak_kv_bytes[Tier.DRAM] >= longest * engine.figures.kv[Tier.DRAM].bytes_per_block
+    assert engine.stats.lane_bytes[Lane.CPU] > 0
+    windowed = build(folder, name, recent_window=512)
+    run(windowed)
+    assert windowed.stats.peak_kv_bytes[Tier.DRAM] == 0
+
+
+def test_without_a_gpu_flexgen_says_that_there_is_no_link(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_engine_folder(tmp_path, "llama")
+    engine = build(folder, "flexgen")
+    assert engine.stats.fallbacks[Fallback.NO_LINK] == 1
+    assert caplog.text.count("policy flexgen moves keys in DRAM to a GPU in every step, and there is no GPU") == 1
+    assert Fallback.NO_LINK not in build(folder, "moe_lightning").stats.fallbacks
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_share_a_prefix_cache(name: str, tmp_path: Path) -> None:
+    folder = make_engine_folder(tmp_path, "llama")
+    prompts = make_prompts()
+    wanted = answers(folder, prompts)
+    config = EngineConfig(
+        model=str(folder), dtype=DTypeChoice.FP32, policy=PolicyName(name), prefix_cache_percent=100, block_size=16
+    )
+    with LLM(config) as llm:
+        for _ in range(2):
+            assert [output.token_ids for output in llm.generate(prompts, PARAMS)] == wanted
+        assert llm.stats().num_cached_tokens > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_gpu_the_lane_that_the_method_names_reads_all_keys_in_dram(name: str, tmp_path: Path) -> None:
+    folder = make_engine_folder(tmp_path, "llama")
+    engine = build(folder, name, device=DeviceKind.CUDA, dtype=DTypeChoice.BF16, num_sink_tokens=0)
+    run(engine)
+    share = engine.report.value("compute", "stream_share")
+    if name == PolicyName.FLEXGEN:
+        assert share.startswith("1.00")
+        assert engine.stats.lane_bytes[Lane.STREAM] > 0
+    else:
+        assert share.startswith("0.00")
+        assert engine.stats.lane_bytes[Lane.CPU] > 0
+
+
+@pytest.mark.gpu
+def test_flexgen_on_a_gpu_without_a_stream_lane_is_refused(tmp_path: Path) -> None:
+    folder = make_engine_folder(tmp_path, "llama")
+    with pytest.raises(ConfigError, match="`policy` flexgen reads all keys in DRAM over the link, which cannot be had"):
+        build(folder, "flexgen", device=DeviceKind.CUDA)  # K and V in fp32
