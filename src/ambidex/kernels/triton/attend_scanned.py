@@ -103,7 +103,8 @@ def _scan_kernel(
             is_code = (heads < GROUP)[:, None] & is_visible[None, :]
             tl.store(codes_row_ptr + tile * KEYS + places[None, :], codes.to(tl.int16), mask=is_code)
             new_top = tl.maximum(top, tl.max(codes, axis=1))
-            shares = tl.where(is_wild, float("nan"), tl.exp2(uppers - 2 * errors - new_top[:, None] / 8))
+            lowers = tl.minimum(uppers - 2 * errors - new_top[:, None] / 8, 0.0)
+            shares = tl.where(is_wild, float("nan"), tl.exp2(lowers))
             shares = tl.where(is_visible[None, :], shares, 0.0)
             lower = lower * tl.exp2((top - new_top) / 8) + tl.sum(shares, axis=1)
             top = new_top
@@ -145,7 +146,7 @@ def _choose_kernel(
     counts -= tl.where(depths == _NUM_COUNTS - 1, num_unseen, 0)
     masses = counts.to(tl.float32) * tl.exp2(-depths.to(tl.float32) / 8)
     sums = tl.cumsum(masses, axis=0, reverse=True) * _ROUND_UP  # of this depth and all deeper ones
-    num_kept = _NUM_COUNTS - tl.sum((sums <= limit).to(tl.int32), axis=0)
+    num_kept = _NUM_COUNTS - tl.sum((sums <= limit).to(tl.float32), axis=0).to(tl.int32)
     tl.store(all_tops_ptr + place, top)
     tl.store(thresholds_ptr + place, tl.where(num_kept == _NUM_COUNTS, _LOWEST, top + 1 - num_kept))
 
@@ -176,7 +177,7 @@ def _keep_kernel(
     if tile_begin >= tile_end:
         tl.store(part_lse_ptr + part_rows, tl.full([GROUP_BLOCK], float("-inf"), dtype=tl.float32), mask=heads < GROUP)
         tl.store(dropped_ptr + part_rows, tl.zeros([GROUP_BLOCK], dtype=tl.float32), mask=heads < GROUP)
-        tl.store(num_kept_ptr + part_head, 0)
+        tl.store(num_kept_ptr + part_head, 0.0)
         return
     q = tl.load(
         q_ptr + row.to(tl.int64) * q_row_stride + q_heads[:, None].to(tl.int64) * q_head_stride + dims[None, :],
@@ -192,14 +193,14 @@ def _keep_kernel(
     total = tl.zeros([GROUP_BLOCK], dtype=tl.float32)
     dropped = tl.zeros([GROUP_BLOCK], dtype=tl.float32)
     acc = tl.zeros([GROUP_BLOCK, DIM], dtype=tl.float32)
-    num_kept = 0
+    num_kept = 0.0  # a whole number, in fp32: so are sums of it in the interpreter
     for tile in range(tile_begin, tile_end):
         is_visible = tile * KEYS + places < num_keys
         is_code = (heads < GROUP)[:, None] & is_visible[None, :]
         codes = tl.load(codes_row_ptr + tile * KEYS + places[None, :], mask=is_code, other=_LOWEST).to(tl.int32)
         is_wanted = tl.max((codes >= thresholds[:, None]).to(tl.int32), axis=0) > 0
         is_kept = is_visible & is_wanted
-        num_kept += tl.sum(is_kept.to(tl.int32), axis=0)
+        num_kept += tl.sum(is_kept.to(tl.float32), axis=0)
         masses = tl.exp2((codes - all_tops[:, None]).to(tl.float32) / 8)
         dropped += tl.sum(tl.where((is_visible & (is_kept == 0))[None, :], masses, 0.0), axis=1)
         block_id = tl.load(table_row_ptr + tile * KEYS // BLOCK_SIZE).to(tl.int64)
@@ -240,7 +241,7 @@ def _join_kernel(
     is_split = splits < NUM_SPLITS
     dropped = tl.sum(tl.load(dropped_ptr + head * NUM_SPLITS + splits, mask=is_split, other=0.0), axis=0) * _ROUND_UP
     of_head = (head // GROUP) * NUM_SPLITS + splits
-    num_kept = tl.sum(tl.load(num_kept_ptr + of_head, mask=is_split, other=0), axis=0)
+    num_kept = tl.sum(tl.load(num_kept_ptr + of_head, mask=is_split, other=0.0), axis=0)
     norms = tl.load(longest_ptr + of_head, mask=is_split, other=0.0)
     longest = tl.max(norms, axis=0)
     longest = tl.where(tl.sum((norms != norms).to(tl.int32), axis=0) > 0, float("nan"), longest)
@@ -253,7 +254,7 @@ def _join_kernel(
     mass = 1.0 / (1.0 + tl.exp(tl.minimum(whole - anchor - tl.log(tl.where(dropped > 0, dropped, 1.0)), 80.0)))
     tl.store(figures_ptr + head * NUM_FIGURES, tl.where(dropped > 0, mass, 0.0))
     tl.store(figures_ptr + head * NUM_FIGURES + 1, longest)
-    tl.store(figures_ptr + head * NUM_FIGURES + 2, num_kept.to(tl.float32))
+    tl.store(figures_ptr + head * NUM_FIGURES + 2, num_kept)
 
 
 def attend_scanned(
@@ -288,7 +289,7 @@ def attend_scanned(
     by_split = (num_rows, num_q_heads, num_splits)
     codes = new(num_q_heads, max_keys, dtype=torch.int16)
     tops, lowers = new(*by_split, dtype=torch.int32), new(*by_split)
-    longest, num_kept = (new(num_rows, num_kv_heads, num_splits, dtype=t) for t in (torch.float32, torch.int32))
+    longest, num_kept = (new(num_rows, num_kv_heads, num_splits) for _ in range(2))
     all_tops, thresholds = (new(*by_split[:2], dtype=torch.int32) for _ in range(2))
     part, part_lse, dropped = new(*by_split, head_dim), new(*by_split), new(*by_split)
     grid = (num_splits, num_kv_heads, num_rows)
