@@ -5,10 +5,14 @@ any other       besides, an 8-bit copy of K in tile order, which is scanned, and
                 keys: in tile order a row lies in many lines of memory, each of which holds parts of other rows
 """
 
+import math
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import TierFullError
@@ -18,6 +22,10 @@ from ambidex.kernels.cpu.bounded import BoundedPool, ScannedLayer
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
 from ambidex.storage.huge_pages import advise_huge_pages
 from ambidex.storage.tiled_pool import TiledKVPool
+
+_PAGE: Final = 4096
+_ALIGNMENT: Final = 128
+"""Bytes of what a GPU reads over the link at once, and of two lines of a CPU's cache."""
 
 
 class ScanCopy:
@@ -36,21 +44,26 @@ class ScanCopy:
         spec = pool.spec
         heads = (spec.num_layers, spec.num_kv_heads, pool.num_blocks)
         rows = (*heads, spec.block_size, spec.row_size)
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        """All of it that is not the pool's, in pages of its own: a driver pins a page once."""
         self._is_made = np.zeros(pool.num_blocks, np.bool_)
         try:
-            norms = torch.zeros(*heads, 2)
             if pool.k_scales is not None:
-                scanned, scales, kv_rows = pool.k, pool.k_scales, None
+                scanned, scales, kv_rows, norms = pool.k, pool.k_scales, None, torch.zeros(*heads, 2)
             else:
-                scanned, scales = torch.empty(rows, dtype=torch.int8), torch.empty(rows[:4])
-                kv_rows = torch.empty((*rows[:4], 2 * spec.row_size), dtype=pool.k.dtype)
-                self.page_refusal = advise_huge_pages(scanned) or advise_huge_pages(kv_rows)
+                self._memory, (scanned, scales, kv_rows, norms) = _allocate(
+                    (rows, torch.int8),
+                    (rows[:4], torch.float32),
+                    ((*rows[:4], 2 * spec.row_size), pool.k.dtype),
+                    ((*heads, 2), torch.float32),
+                )
+                self.page_refusal = advise_huge_pages(self._memory)
+                norms.zero_()
         except RuntimeError as error:  # torch's, of its allocator
             raise TierFullError(
                 f"tier {pool.tier}: no {format_size(self.num_bytes)} for what bounded attention keeps beside K and V: "
                 f"ask for fewer tokens, a smaller budget or `kv_dtype` int8"
             ) from error
-        self._parts = tuple(part for part in (scanned, scales, kv_rows, norms) if part is not None)
         self._layers = tuple(
             ScannedLayer(
                 scanned=scanned[layer_idx],
@@ -90,8 +103,7 @@ class ScanCopy:
 
         Cost: touches every page.
         """
-        refusals = (memory.pin(part, self) for part in self._parts)
-        return next((refusal for refusal in refusals if refusal is not None), None)
+        return memory.pin(self._memory, self)
 
     def layer(self, layer_idx: int) -> ScannedLayer:
         """What is read of one layer."""
@@ -119,3 +131,18 @@ class ScanCopy:
                 k, v, ids, layer, head_dim=self._pool.spec.head_dim, k_scales=self._pool.scales(layer_idx)[0]
             )
         self._is_made[block_ids] = True
+
+
+def _allocate(*parts: tuple[Sequence[int], torch.dtype]) -> tuple[Tensor, list[Tensor]]:
+    """Memory of whole pages, and tensors of these shapes in it, side by side.
+
+    Raises:
+        RuntimeError: torch's, there is not that much.
+    """
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in parts]
+    starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+    num_bytes = -(-starts[-1] // _PAGE) * _PAGE
+    memory = torch.empty(num_bytes + _PAGE, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % _PAGE :][:num_bytes]
+    places = zip(parts, starts, sizes, strict=False)
+    return memory, [memory[start : start + size].view(dtype).view(shape) for (shape, dtype), start, size in places]
