@@ -100,6 +100,7 @@ class Handover:
             self.lane_figures = torch.zeros(*self.out_norms.shape, NUM_LANE_FIGURES, pin_memory=is_cuda)
             # [L, words of a cache line]: whether the CPU lane had answered when the accelerator's own part ended.
             self._seen = torch.ones(bounded.spec.num_layers, WORD_STRIDE, dtype=torch.int32, pin_memory=is_cuda)
+            self._host_seen = self._seen.numpy()  # the same memory
             self._near_lse_there, self._out_norms_there, self._lane_figures_there = (
                 view_on_gpu(part) if is_cuda else part for part in (self._near_lse, self.out_norms, self.lane_figures)
             )
@@ -121,7 +122,7 @@ class Handover:
     @property
     def num_last(self) -> int:
         """Layers of the last step in which the CPU lane's answer came after the accelerator's own part had ended."""
-        return int((self._seen[:, 0] == 0).sum()) if self._is_bounded else self._num_last
+        return int((self._host_seen[:, 0] == 0).sum()) if self._is_bounded else self._num_last
 
     def show_near(self, layer_idx: int, lse: Tensor, part: Tensor | None) -> None:
         """Launch: tell the bounded op how much of the softmax the accelerator's own keys hold, [B, Hq] fp32.
@@ -169,7 +170,7 @@ class Handover:
         self._fence.wait(WAIT_LIMIT_S)
         self._host_flags[:] = 0
         if self._is_bounded:
-            self._seen[:, 0] = 1
+            self._host_seen[:] = 1
 
     def mark_launched(self) -> None:
         """Say that a whole step has been launched."""

@@ -1,6 +1,7 @@
 """`HybridAttention`: three lanes over one context give what one attention over all of it gives."""
 
 import random
+from itertools import chain
 
 import pytest
 import torch
@@ -173,6 +174,39 @@ def test_lanes_that_leave_out_keys_stay_within_what_they_state_together(
             error = (out[row].double() - truth[0]).norm(dim=-1)
             mass, longest = (torch.from_numpy(figures[layer, row, :, i]).double() for i in (1, 2))
             assert (error <= mass * (longest + out[row].double().norm(dim=-1)) + 4e-3 * (1 + longest)).all()
+
+
+def test_steps_that_scan_name_blocks_of_the_pool_and_the_others_places_of_the_buffer() -> None:
+    world = World(stream_share=0.4)
+    seen: list[int] = []
+    turns = iter([True, False, True])
+
+    def scans(num_keys: int) -> bool:
+        seen.append(num_keys)
+        return next(turns)
+
+    batch = DecodeBatch(
+        world.inputs, block_size=BLOCK_SIZE, has_cpu_lane=True, stream_share=0.4, max_streamed=24, scans=scans,
+        scan_share=0.8, max_scanned=5,
+    )  # fmt: skip
+    ids = [[block.block_id for block in request.blocks if block.tier is Tier.DRAM] for request in world.requests]
+    table, num = world.inputs.device(NUM_ROWS).stream_table, world.inputs.device(NUM_ROWS).num_streamed
+    for is_scanned in (True, False, True):
+        assert batch.try_prepare(world.requests, NUM_ROWS)
+        assert batch.is_scanned is is_scanned
+        assert batch.key_batches is not None
+        nums = [count // BLOCK_SIZE for count in num.tolist()]
+        assert sum(nums) == batch.num_streamed // BLOCK_SIZE > 0
+        taken = [table[row, : nums[row]].tolist() for row in range(len(ids))]
+        if is_scanned:
+            assert sum(nums) <= 5
+            assert taken == [blocks[: nums[row]] for row, blocks in enumerate(ids)]
+            assert not batch.stream_runs
+        else:
+            assert list(chain.from_iterable(taken)) == list(range(sum(nums)))
+            assert sum(run.num for run in batch.stream_runs) == sum(nums)
+        assert batch.num_keys[None][Tier.DRAM] == sum(map(len, ids)) * BLOCK_SIZE - batch.num_streamed
+    assert seen == [sum(map(len, ids)) * BLOCK_SIZE] * 3
 
 
 def test_a_step_that_dies_while_it_is_launched_ends_the_cpu_lane_and_the_next_is_right() -> None:
