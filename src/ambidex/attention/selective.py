@@ -43,6 +43,7 @@ from ambidex.core.step import BlockRef, NewRequest, ScheduledRequest, SelectionF
 from ambidex.kernels import api
 from ambidex.layers.rope import compute_inv_freq
 from ambidex.storage.host_rows import HostRows
+from ambidex.storage.kv_pool import KVPool
 
 SHOWN_QUERIES: Final = 64
 """Of a prompt that is not computed."""
@@ -188,7 +189,7 @@ class SelectiveAttention:
         self.begin(())
 
     @property
-    def pools(self) -> Mapping[Tier, object]:
+    def pools(self) -> Mapping[Tier, KVPool]:
         """The pools of both tiers."""
         return self._exact.pools
 

@@ -323,6 +323,12 @@ class EngineConfig:
         SettingKind.TEXT,
         "write a timeline of steps and lanes to this file, for ui.perfetto.dev; slows steps down",
     )
+    control_trace: str | None = setting(
+        None,
+        SettingKind.TEXT,
+        "write each decision of the controllers (hybridgen's feedback, share of the stream lane) to this file, a JSON "
+        "line each",
+    )
     verify: bool = setting(
         False, SettingKind.SWITCH,
         "check KV in host memory: copies are read back, blocks have checksums; and a sample of what the bounded policy "

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from numa_world import FakeKernel
 
 from ambidex.core.dtypes import DType
 from ambidex.core.ids import KVPart, Tier
@@ -17,6 +16,7 @@ from ambidex.storage.host_memory import HostMemory
 from ambidex.storage.kv_parts import Nodes, place_parts
 from ambidex.storage.kv_pool import RowKVPool
 from ambidex.storage.numa_calls import PAGE_BYTES
+from numa_world import FakeKernel
 
 SPEC = KVSpec(num_layers=3, num_kv_heads=2, head_dim=32, dtype=DType.FP32, block_size=32, order=KVOrder.ROWS)
 RECORD = 32 * 32 * 4  # one page: a block of one head

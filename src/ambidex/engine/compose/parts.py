@@ -26,6 +26,7 @@ from ambidex.core.kv_spec import KVOrder
 from ambidex.core.policy import HybridGenFeedback, PolicyName
 from ambidex.core.selection import SelectionLimits, SelectionSetting
 from ambidex.engine.compose.choices import Choices, decode_buckets
+from ambidex.engine.compose.control import Decision
 from ambidex.engine.compose.weights import Divided
 from ambidex.engine.tuned_world import EngineWorld, FixedMemory
 from ambidex.engine.weight_tuner import WeightTuner
@@ -69,6 +70,7 @@ def make_decode_steps(
     divided: Divided | None,
     bounded: BoundedScan | None,
     clock: LaneClock | None,
+    tell: Callable[[Decision], None] | None,
 ) -> FixedSteps | None:
     if choices.decode_form is DecodeForm.PROGRAM:
         return ProgramSteps(
@@ -95,6 +97,7 @@ def make_decode_steps(
         weights=None if divided is None else divided.lanes,
         bounded=bounded,
         clock=clock,
+        tell=tell,
     )
 
 
@@ -144,7 +147,7 @@ def make_tuner(
     )
 
 
-def make_feedback(choices: Choices) -> SelectionFeedback | None:
+def make_feedback(choices: Choices, tell: Callable[[Decision], None] | None) -> SelectionFeedback | None:
     """What steers the policy by measured times; None: nothing does.
 
     Raises:
@@ -162,6 +165,7 @@ def make_feedback(choices: Choices) -> SelectionFeedback | None:
     return SelectionFeedback(
         SelectionSetting(num_selected=max(given or floor, floor), mode=settings.hybridgen_mode),
         SelectionLimits(floor=floor, ceiling=max_context_len, may_resize=feedback is HybridGenFeedback.FULL),
+        tell=tell,
     )
 
 

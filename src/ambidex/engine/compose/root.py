@@ -11,6 +11,7 @@ from ambidex.core.ids import Tier
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.regions import Regions
 from ambidex.engine.compose.choices import Choices, make_choices
+from ambidex.engine.compose.control import open_control_trace
 from ambidex.engine.compose.host import paced_copy, place_host
 from ambidex.engine.compose.parts import (
     choose_stream_share,
@@ -105,6 +106,7 @@ def build_engine(
     check_session_folder(config)
     config = follow_preset(config, has_link=choose_device(config.device).type == "cuda")
     tracer = open_tracer(config.trace)
+    tell = open_control_trace(config.control_trace)
     choices = make_choices(
         config,
         decode_form,
@@ -147,13 +149,13 @@ def build_engine(
         max_running_requests=choices.most_running(config),
         max_context_len=choices.memory.max_context_len,
         seed=config.seed,
-        feedback=make_feedback(choices),
+        feedback=make_feedback(choices, tell),
         restore=sessions.restore if sessions is not None else None,
     )
     stream_share, stream_why = choose_stream_share(config, choices, pools)
     bounded = make_bounded(choices, pools, min_scanned)
     decode_steps = make_decode_steps(
-        config, choices, model, pools, forward, stream_share, capture, divided, bounded, clock
+        config, choices, model, pools, forward, stream_share, capture, divided, bounded, clock, tell
     )
     tuner = make_tuner(config, choices, divided, decode_steps, stream_share=stream_share, copy=copy_weights)
     after_step = tuner.after_step if tuner is not None else None
