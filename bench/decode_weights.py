@@ -26,7 +26,8 @@ in this engine:
 With --sparsity the model has an activation pattern as in real OPT (bench/activation_pattern.py), and each batch is
 measured once for each form of --mlp-sparsity, with --neuron-cache behind a +: off is the dense division of the same
 model, static PowerInfer's placement by an offline profile. Tokens are sampled there: the likeliest ones
-of random weights repeat themselves, and so would the neurons. torch's threads must not spin (OMP_WAIT_POLICY=passive).
+of random weights repeat themselves, and so would the neurons. torch's threads must not spin: OMP_WAIT_POLICY is
+passive unless it is set.
 
 Floor of a step: the slowest lane's bytes over its rate, measured in the same run: GPU memory (its weights, keys and
 values), DRAM read by the lane's threads (weights that the CPU multiplies), pinned copies (weights that travel), or DRAM
@@ -572,4 +573,7 @@ def print_point(run: Run, point: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        os.execv(sys.executable, [sys.executable, *sys.argv])  # torch has read it as it was
     sys.exit(main())
