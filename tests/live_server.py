@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import httpx
+import uvloop
 from openai import OpenAI
 
 from ambidex import AsyncLLM, EngineConfig
@@ -120,7 +121,7 @@ class LiveServer:
         )
 
     def _run(self) -> None:
-        asyncio.run(self.server.serve(sockets=[self._listener]))
+        uvloop.run(self.server.serve(sockets=[self._listener]))
 
 
 def in_thread(make: MakeLLM) -> MakeEngine:

@@ -162,7 +162,7 @@ class LostEngine:
             await asyncio.sleep(0.01)
         return self.fault
 
-    async def close(self) -> None:
+    async def close(self, _save_s: float | None = None) -> None:
         self.is_closed = True
 
 

@@ -140,6 +140,8 @@ def make_chat_template(setting: str | None, tokenizer: Tokenizer) -> ChatTemplat
 
 def _as_ids(prompt: Sequence[int]) -> list[int]:
     """Token ids as plain numbers; numpy's are as good."""
+    if isinstance(prompt, list | tuple) and {int}.issuperset(map(type, prompt)):  # a server's, for each request
+        return list(prompt)
     try:
         ids = [operator.index(token_id) for token_id in prompt if not isinstance(token_id, bool)]
         if len(ids) == len(prompt):

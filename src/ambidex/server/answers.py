@@ -19,6 +19,9 @@ from ambidex.server.service import EngineService
 
 logger = logging.getLogger(__name__)
 
+Push = Callable[[int, RequestOutput], bool]
+"""Shows what came to a choice; False if it cannot now."""
+
 PROGRESS_S: Final = 1.0
 """How long a stream waits for the engine to say how far its prompt is."""
 
@@ -46,6 +49,15 @@ class _News:
         self._waiter: asyncio.Future[None] | None = None
         self._since_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_set(self) -> bool:
+        """There is news that nobody has taken yet."""
+        return self._is_set
+
+    def touch(self) -> None:
+        """Something came that is no news for who waits: the time-out begins anew."""
+        self._since_s = asyncio.get_running_loop().time()
 
     def set(self) -> None:
         """There is news."""
@@ -114,6 +126,7 @@ class Answer:
         self._error: AmbidexError | None = None
         self._is_stream = is_stream
         self._has_shown = False
+        self._push: Push | None = None
         self._llm: EngineClient | None = None
         self._restart: asyncio.Task[None] | None = None
 
@@ -181,8 +194,14 @@ class Answer:
                 self._has_shown = self._is_stream
                 return news
 
+    def push_to(self, push: Push) -> None:
+        """Let what comes from now on be shown where it comes, without waking the reader, who is told of the end, of
+        errors, and of what could not be shown."""
+        self._push = push
+
     def end(self) -> None:
         """Nobody reads any more: whatever still runs is ended and frees its memory."""
+        self._push = None
         self._news.close()
         if self._restart is not None:
             self._restart.cancel()
@@ -252,10 +271,25 @@ class Answer:
         else:
             choice = self._choices[idx]
             self._note_time(idx, reply)
+            is_between = reply.finish_reason is None and not self._news.is_set
+            if is_between and self._push is not None and self._show(self._push, idx, reply):
+                return
             if choice.latest is not None:
                 choice.held += choice.latest.delta
             choice.latest = reply
         self._news.set()
+
+    def _show(self, push: Push, idx: int, output: RequestOutput) -> bool:
+        """Show what came now; False leaves it to the reader. What goes wrong is this answer's affair alone."""
+        try:
+            is_shown = push(idx, output)
+        except Exception as error:
+            logger.exception("answer %s cannot be written", self.id)
+            self._push, self._error = None, InternalError(f"the answer cannot be written: {type(error).__name__}")
+            return False
+        if is_shown:
+            self._news.touch()
+        return is_shown
 
     def _note_time(self, idx: int, output: RequestOutput) -> None:
         choice, now = self._choices[idx], time.monotonic()
@@ -327,10 +361,12 @@ class Answers:
         for name in names:
             self._open.setdefault(name, answer)
 
-    def remove(self, answer: Answer, num_choices: int) -> None:
-        """Strike an answer out."""
+    def remove(self, answer: Answer, names: Sequence[tuple[str, str]], num_choices: int) -> None:
+        """Strike an answer out, with the names under which it was entered."""
         self._num_choices -= num_choices
-        self._open = {name: other for name, other in self._open.items() if other is not answer}
+        for name in names:
+            if self._open.get(name) is answer:
+                del self._open[name]
 
     def find(self, client: str, name: str) -> Answer | None:
         """The open answer of that name, if any."""

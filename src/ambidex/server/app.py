@@ -10,10 +10,11 @@ from typing import Any, Final
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request as HttpRequest
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ambidex.server.answers import Answers
 from ambidex.server.config import ServerConfig
@@ -83,7 +84,7 @@ class ServerApp:
             app.add_exception_handler(kind, _show_error)
         self.fastapi = app
         self.asgi: ASGIApp = Gate(
-            app,
+            ShortWay(app),
             api_keys=api_keys,
             open_prefixes=tuple(PAGE_FILES) if config.web else (),
             allowed_hosts=config.allowed_hosts,
@@ -121,6 +122,33 @@ class ServerApp:
             "engine_restarts": float(self.service.num_restarts),
             "answers_open": float(self.answers.num_choices),
         }
+
+
+class ShortWay:
+    """ASGI: requests of routes whose path is one text go straight to what handles them, all others to FastAPI.
+
+    Its layers solve dependencies, of which there are none here, for 0.2 ms a request. Errors are the gate's affair
+    either way.
+    """
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+        self._routes = {
+            (method, route.path): route
+            for route in app.routes
+            if isinstance(route, APIRoute) and "{" not in route.path
+            for method in route.methods or ()
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        route = self._routes.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        if route is None or not route.include_in_schema:  # the page's files take no request
+            await self._app(scope, receive, send)
+            return
+        scope["route"] = route
+        response = await route.endpoint(HttpRequest(scope, receive))
+        await response(scope, receive, send)
 
 
 async def _show_error(request: HttpRequest, error: Exception) -> Response:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from uuid import uuid4
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -145,6 +145,8 @@ class Gate:
     def _tenant(self, headers: Headers) -> str:
         """Digest of the key that was sent; empty if none of ours was. Each key is compared, in constant time."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
+        if not self._keys:
+            return ""
         digest = hashlib.sha256(key.strip().encode()).digest()
         is_known = [hmac.compare_digest(digest, known) for known in self._keys]
         return digest.hex() if any(is_known) and scheme.lower() == "bearer" else ""
@@ -230,7 +232,8 @@ class _Exchange:
     def __init__(self, record: Record, send: Send, headers: dict[str, str]) -> None:
         self._record = record
         self._send = send
-        self._headers = {"X-Request-Id": record.request_id, "X-Content-Type-Options": "nosniff", **headers}
+        added = {"X-Request-Id": record.request_id, "X-Content-Type-Options": "nosniff", **headers}
+        self._headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in added.items()]
         self._has_begun = False
 
     async def send(self, message: Message) -> None:
@@ -238,7 +241,7 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self._has_begun = True
             self._record.status = self._record.status or message["status"]
-            MutableHeaders(scope=message).update(self._headers)
+            message["headers"] = [*message["headers"], *self._headers]
         await self._send(message)
 
     async def fail(self, error: Exception, scope: Scope, receive: Receive) -> None:

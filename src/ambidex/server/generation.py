@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from ambidex.engine.outputs import RequestOutput
 from ambidex.server.answers import Answer, Answers
+from ambidex.server.connection import find_connection
 from ambidex.server.errors import answer_for
 from ambidex.server.gate import record_of
 from ambidex.server.metrics import Metrics
@@ -44,21 +45,25 @@ class Generation:
         Raises:
             AmbidexError: the engine is not ready or has failed; in a stream it becomes an event.
         """
-        names = [(record_of(http).client, name) for name in (self.answer.id, record_of(http).request_id)]
-        answers.add(self.answer, names, self.num_choices)
+        answers.add(self.answer, self._names(http), self.num_choices)
         try:
             self.answer.start()
         except BaseException:
-            answers.remove(self.answer, self.num_choices)
+            answers.remove(self.answer, self._names(http), self.num_choices)
             raise
         metrics.prompt_tokens.inc(self.num_prompt_tokens)
         if self.is_stream:
             return EventStream(self._events(http, answers, metrics))
         try:
-            outputs = await while_connected(http.receive, self._collect())
+            outputs = await while_connected(http.scope, http.receive, self._collect())
         finally:
             self._close(http, answers, metrics)
         return JSONResponse(self._whole(outputs))
+
+    def _names(self, http: HttpRequest) -> list[tuple[str, str]]:
+        """By what it can be aborted: its own id, and the request's; each with the client's name."""
+        record = record_of(http)
+        return [(record.client, self.answer.id), (record.client, record.request_id)]
 
     async def _collect(self) -> list[RequestOutput]:
         outputs: dict[int, RequestOutput] = {}
@@ -73,6 +78,16 @@ class Generation:
         first = ChunkFrame(self._head(), usage | warnings)
         frame = first if self.writer.kind == "text_completion" else ChunkFrame(self._head(), usage)
         tail = b""
+        connection = find_connection(http.scope)
+
+        def push(idx: int, output: RequestOutput) -> bool:
+            if connection is None or not connection.can_write:
+                return False
+            events = b"".join(map(frame.event, self.writer.advance(idx, output)))
+            if events:
+                connection.write_chunk(events)
+            return True
+
         try:
             for idx in range(self.num_choices):
                 for choice in self.writer.begin(idx):
@@ -91,6 +106,7 @@ class Generation:
                     tail = events
                 elif events:
                     yield events
+                    self.answer.push_to(push)  # what has begun
             if self.has_usage:
                 outputs = [last[idx] for idx in range(self.num_choices)]
                 tail += event(self._head() | {"choices": [], "usage": self._usage(outputs)})
@@ -138,7 +154,7 @@ class Generation:
         """End what still runs, and book what has come."""
         answer = self.answer
         answer.end()
-        answers.remove(answer, self.num_choices)
+        answers.remove(answer, self._names(http), self.num_choices)
         metrics.answer_tokens.inc(answer.num_output_tokens)
         reasons = ["gone" if reason == "open" else reason for reason in answer.finish_reasons]
         for reason in reasons:

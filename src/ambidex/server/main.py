@@ -5,11 +5,13 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Final
 
 import uvicorn
+import uvloop
 
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import AmbidexError, ConfigError, InternalError
@@ -68,7 +70,7 @@ def serve(
     server = DrainingServer(app, drain_s=config.drain_s)
     with listener:
         on_bound(url_of(listener))
-        asyncio.run(server.serve(sockets=[listener]))
+        uvloop.run(server.serve(sockets=[listener]))
     if tracing is not None:
         tracing.close()
     if isinstance(service.error, AmbidexError):
@@ -88,6 +90,7 @@ class DrainingServer(uvicorn.Server):
                 ws="none",
                 lifespan="on",
                 log_config=None,
+                proxy_headers=False,  # nobody looks at where a client says that it comes from
                 access_log=False,
                 server_header=False,
                 backlog=BACKLOG,
@@ -158,11 +161,27 @@ def url_of(listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+class _LineFormatter(logging.Formatter):
+    """Time, level, message; the time's text is made once a second."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+        self._second, self._text = 0, ""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802  # logging's
+        """As `logging` has it: local time with milliseconds."""
+        del datefmt
+        second = int(record.created)
+        if second != self._second:
+            self._second, self._text = second, time.strftime(self.default_time_format, time.localtime(second))
+        return f"{self._text},{record.msecs:03.0f}"
+
+
 def set_up_log(log_format: LogFormat) -> None:
     """Events of the server go to stderr; a request's line is its own JSON object with `--log-format json`."""
     handler = logging.StreamHandler(sys.stderr)
     is_json = log_format is LogFormat.JSON
-    handler.setFormatter(logging.Formatter("%(message)s" if is_json else "%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(logging.Formatter("%(message)s") if is_json else _LineFormatter())
     for name in ("ambidex.server", "uvicorn"):
         log = logging.getLogger(name)
         log.handlers = [handler]

@@ -18,6 +18,7 @@ from ambidex.server.protocol import (
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """The OpenAI API's, for completions; a chat answer may take what the context leaves."""
+_DEFAULTS: Final = SamplingParams()
 
 
 def completion_params(body: CompletionRequest) -> SamplingParams:
@@ -108,7 +109,7 @@ def _arguments(text: str, name: str) -> dict[str, Any]:
 
 
 def _params(body: Sampling, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-    defaults = SamplingParams()
+    defaults = _DEFAULTS
 
     def given(value: Any, default: Any) -> Any:
         return default if value is None else value

@@ -34,6 +34,10 @@ STATUS_S: Final = 2.0
 PROBE_S: Final = 2.0
 """An idle engine answers a message at once; one that computes is judged by the age of its stage."""
 
+GARBAGE: Final = 20_000
+"""Objects that have come and not gone between two looks for garbage: a request leaves some hundred for a while, and
+most of Python's looks, one in 700 objects, would find nothing."""
+
 Progress = Callable[[int, int], None]
 MakeEngine = Callable[[Progress], Awaitable[EngineClient]]
 
@@ -229,3 +233,4 @@ def _freeze_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(GARBAGE, 20, 50)

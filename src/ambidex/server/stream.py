@@ -9,11 +9,17 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ambidex.server.connection import IS_EVENTS
+from ambidex.server.connection import Connection, find_connection
 
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 
 _encode = msgspec.json.Encoder().encode  # once: it is called for each token
 
@@ -57,12 +63,32 @@ def comment(text: str) -> bytes:
     return f": {text}\n\n".encode()
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(scope: Scope, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Do some work; cancel it when the client goes away. The request's body must have been read.
 
     Raises:
         ClientGoneError: the client went away first.
     """
+    connection, task = find_connection(scope), asyncio.current_task()
+    if connection is None or task is None:
+        return await _while_watched(receive, work)
+    if connection.is_gone:
+        work.close()
+        raise ClientGoneError
+    connection.when_gone = task.cancel
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if not connection.is_gone:
+            raise
+        task.uncancel()
+        raise ClientGoneError from None
+    finally:
+        connection.when_gone = None
+
+
+async def _while_watched(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The same where only a message tells that the client has gone."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_gone(receive))
     try:
@@ -84,25 +110,32 @@ class EventStream(Response):
         frames: whole events as bytes; a `LastFrame` is followed by none.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, frames: AsyncIterator[bytes]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
+    def __init__(self, frames: AsyncIterator[bytes]) -> None:  # `Response` would make headers of a body anew each time
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self.raw_headers = list(_HEADERS)
         self._frames = frames
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the frames as they come."""
-        scope[IS_EVENTS] = True
+        connection = find_connection(scope)
+        if connection is not None:
+            connection.takes_comments = True
         with contextlib.suppress(ClientGoneError):
-            await while_connected(receive, self._send_all(scope.get(SEND, send)))
+            await while_connected(scope, receive, self._send_all(scope.get(SEND, send), connection))
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, connection: Connection | None) -> None:
         async with contextlib.aclosing(self._frames) as frames:  # type: ignore[type-var]
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             is_open = True
             async for frame in frames:
                 is_open = not isinstance(frame, LastFrame)
+                if is_open and connection is not None and connection.can_write:
+                    connection.write_chunk(frame)
+                    continue
+                if connection is not None:
+                    connection.flush()
                 await send({"type": "http.response.body", "body": frame, "more_body": is_open})
             if is_open:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})

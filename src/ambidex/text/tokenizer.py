@@ -1,7 +1,6 @@
 """Text to token ids and back."""
 
 from collections.abc import Iterable
-from typing import Final
 
 from ambidex.core.errors import RequestError
 from ambidex.formats.gguf import GGUFFile
@@ -11,9 +10,6 @@ from ambidex.text.folder_tokenizer import read_folder_tokenizer
 from ambidex.text.gguf_tokenizer import read_gguf_tokenizer
 from ambidex.text.parts import TokenizerParts
 from ambidex.text.pieces import Pieces, TextStream
-
-_LONG_TEXT_CHARS: Final = 10_000
-"""Texts from here on go to `encode_batch`, which lets other threads run meanwhile; `encode` holds their lock."""
 
 
 def load_tokenizer(source: ModelSource) -> "Tokenizer":
@@ -70,9 +66,8 @@ class Tokenizer:
             RequestError: the text holds half of a surrogate pair, or the model's tokenizer fails at it.
         """
         try:
-            if len(text) < _LONG_TEXT_CHARS:
-                return self._backend.encode(text, add_special_tokens=add_special).ids
-            return self._backend.encode_batch([text], add_special_tokens=add_special)[0].ids
+            # Of its ways the one that lets other threads run, and leaves out where in the text each token stands.
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
         except TypeError as error:
             raise RequestError("the text is no valid Unicode (half of a surrogate pair): remove it") from error
         except BaseException as error:  # the library raises nothing narrower

@@ -71,7 +71,7 @@ def test_encode_panic_of_the_library_is_refused() -> None:
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
 def test_encode_interrupt_goes_through(interrupt: type[BaseException]) -> None:
     tokenizer = _tokenizer(Backend(models.BPE(vocab={"a": 0}, merges=[])))
-    tokenizer._backend = Mock(encode=Mock(side_effect=interrupt))
+    tokenizer._backend = Mock(encode_batch_fast=Mock(side_effect=interrupt))
     with pytest.raises(interrupt):
         tokenizer.encode("a")
 

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
+import uvloop
+
 from ambidex.core.errors import AmbidexError, CallerError
 from ambidex.core.ids import RequestId
 from ambidex.engine.async_ import AsyncLLM
@@ -241,7 +243,7 @@ def main() -> int:
     async def run() -> int:
         return await Worker().run(socket.socket(fileno=descriptor))
 
-    return asyncio.run(run())
+    return uvloop.run(run())
 
 
 if __name__ == "__main__":

@@ -324,6 +324,7 @@ class Channel(asyncio.Protocol):
         self._on_lost = on_lost
         self._max_bytes = max_bytes
         self._buffer = bytearray()
+        self._unsent: list[bytes] = []
         self._transport: asyncio.Transport | None = None
         self._error: Exception | None = None
 
@@ -337,12 +338,21 @@ class Channel(asyncio.Protocol):
         if len(data) > self._max_bytes:
             raise InternalError(f"a message of {len(data)} bytes to or from the engine: at most {self._max_bytes}")
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(len(data).to_bytes(_LENGTH_BYTES) + data)
+            if not self._unsent:
+                asyncio.get_running_loop().call_soon(self._flush)
+            self._unsent += (len(data).to_bytes(_LENGTH_BYTES), data)
 
     def close(self) -> None:
         """End the connection when all is sent."""
+        self._flush()
         if self._transport is not None:
             self._transport.close()
+
+    def _flush(self) -> None:
+        """Write what was sent in this turn of the event loop: each write may give the processor to the other end."""
+        unsent, self._unsent = self._unsent, []
+        if unsent and self._transport is not None:
+            self._transport.write(b"".join(unsent))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """asyncio: the connection is there."""
