@@ -163,6 +163,7 @@ class LostEngine:
         return self.fault
 
     async def close(self, save_s: float | None = None) -> None:
+        del save_s
         self.is_closed = True
 
 
