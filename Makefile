@@ -1,6 +1,6 @@
 # make demo   what the engine does, on real text             make test   checks and tests
 # make setup  .venv with everything for development          make check  formatting, types, import contract
-# make sanitize   C++ tests under sanitizers, ten minutes
+# make sanitize   C++ tests under sanitizers, ten minutes   make test-numa   two NUMA nodes in a virtual machine, minutes
 #
 # PYTHON=python3.12 chooses the interpreter of .venv, TORCH=torch==2.11.0 the PyTorch that goes into it.
 
@@ -13,7 +13,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
 RUNTIME := $(VENV)/.runtime-installed
 DEVELOPMENT := $(VENV)/.development-installed
 
-.PHONY: demo setup check test test-native sanitize clean
+.PHONY: demo setup check test test-native test-numa sanitize clean
 .NOTPARALLEL:
 
 demo: $(RUNTIME)
@@ -49,6 +49,13 @@ sanitize: $(DEVELOPMENT)
 	setarch -R ctest --test-dir build/sanitize-$$kind -R "$$tests" --output-on-failure; } \
 	> $(VENV)/sanitize-$$kind.log 2>&1 || { cat $(VENV)/sanitize-$$kind.log; exit 1; }; \
 	echo "sanitizer passed: $$kind"; done
+
+# What code for NUMA nodes finds on two of them, the second without cores, as CXL memory shows itself: a virtual machine
+# that emulates its processor (tests/numa/run.sh says what that needs). The second run has torch in it and takes longer.
+test-numa: $(DEVELOPMENT)
+	@tests/numa/run.sh build/numa $(BIN)/python tests/numa/guest.py
+	@rm -rf build/numa/model && $(BIN)/python tests/numa/make_model.py build/numa/model
+	@NUMA_LIMIT_S=3000 tests/numa/run.sh build/numa $(BIN)/python tests/numa/engine.py build/numa/model/llama
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

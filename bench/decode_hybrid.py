@@ -29,6 +29,7 @@ from torch import Tensor
 
 import decode_gpu
 from ambidex import EngineConfig
+from ambidex.attention.selective import SelectiveAttention
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import DeviceKind, DTypeChoice, Graphs, KVDTypeChoice, LoadFormat
 from ambidex.core.dtypes import DType
@@ -71,7 +72,7 @@ class RandomPrompts:
         return torch.zeros(len(batch.token_ids), self._width, dtype=dtype, device=batch.token_ids.device)
 
 
-def fill_pools(attention: TieredAttention, *, key_std: float) -> None:
+def fill_pools(attention: TieredAttention | SelectiveAttention, *, key_std: float) -> None:
     """Fill the pools of both tiers with numbers of a normal distribution, the same for every few blocks.
 
     With the spread of keys that dummy weights give, scores have theirs, too (`models/weights.py`): a standard deviation

@@ -29,8 +29,8 @@ model, static PowerInfer's placement by an offline profile. Tokens are sampled t
 of random weights repeat themselves, and so would the neurons. torch's threads must not spin (OMP_WAIT_POLICY=passive).
 
 Floor of a step: the slowest lane's bytes over its rate, measured in the same run: GPU memory (its weights, keys and
-values), DRAM read by the lane's threads (weights that the CPU multiplies), pinned copies (weights that travel). Appends
-one JSON line to bench/results/decode_weights.jsonl.
+values), DRAM read by the lane's threads (weights that the CPU multiplies), pinned copies (weights that travel), or DRAM
+by both at once. Appends one JSON line to bench/results/decode_weights.jsonl.
 """
 
 import argparse
@@ -52,7 +52,10 @@ from torch import Tensor
 import decode_gpu
 from activation_pattern import PATTERN_CONFIG, Pattern
 from ambidex import EngineConfig, SamplingParams
+from ambidex.bench.floor import Rates
 from ambidex.bench.links import measure_rates
+from ambidex.calibrate.cpu import make_buffer
+from ambidex.calibrate.gpu import measure_beside
 from ambidex.core.config import DeviceKind, DTypeChoice, LoadFormat
 from ambidex.core.errors import AmbidexError, ConfigError
 from ambidex.core.ids import Lane, Tier
@@ -66,6 +69,7 @@ from ambidex.engine.engine import Engine
 from ambidex.engine.weights_plan import chunk_bytes_for, fill_placement
 from ambidex.formats.locate import find_model
 from ambidex.formats.spec import read_spec
+from ambidex.kernels.cpu.native import ThreadPool
 from ambidex.kernels.reference.quantized import RECORD_BYTES
 from ambidex.layers.linear import Linear
 from ambidex.mlp.sparse_side import SparseSide
@@ -126,6 +130,8 @@ NUM_WARMUP_STEPS: Final = 3
 PROFILE_NAME: Final = "neurons.npz"
 PLACEMENTS: Final = ("ours", "auto", "layer_split", "streamed", "cpu")
 BLOCK_SIZE: Final = 16
+DRAM_BYTES: Final = 1024 * MIB
+"""That threads read while copies run."""
 MOST_KV_SHARE: Final = 0.35
 """Of the GPU budget, for keys and values: where all of them would leave nothing for weights, older ones lie in DRAM."""
 ALLOWANCE_BYTES: Final = 1536 * MIB
@@ -140,20 +146,38 @@ def main() -> int:
     num_threads = default_num_threads(device)
     began = time.perf_counter()
     rates = measure_rates(device, num_threads=num_threads).rates()
+    beside = measure_both(device, num_threads)
     print(f"rates measured in {time.perf_counter() - began:.1f} s", flush=True)
     points: list[dict[str, Any]] = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a time limit: what was measured is recorded
     try:
-        measure(args, device, rates, points)
+        measure(args, device, FloorRates(rates, beside), points)
     except AmbidexError as error:
         print(error, file=sys.stderr)
         return 2
     finally:
-        append_record(args.output, {**make_record(args, opening, rates, num_threads), "points": points})
+        append_record(
+            args.output, {**make_record(args, opening, FloorRates(rates, beside), num_threads), "points": points}
+        )
     return 0
 
 
-def measure(args: argparse.Namespace, device: torch.device, rates: Any, points: list[dict[str, Any]]) -> None:
+@dataclass(frozen=True, slots=True)
+class FloorRates:
+    """Bytes/s that floors are taken from; `beside`: of DRAM by threads and copies together, None without a GPU."""
+
+    one: Rates
+    beside: float | None
+
+
+def measure_both(device: torch.device, num_threads: int) -> float | None:
+    """Bytes/s that DRAM gives in all while threads read it and copies to the GPU run."""
+    if device.type != "cuda":
+        return None
+    return measure_beside(device, ThreadPool(num_threads), make_buffer(DRAM_BYTES))
+
+
+def measure(args: argparse.Namespace, device: torch.device, rates: FloorRates, points: list[dict[str, Any]]) -> None:
     """All engines, one after the other; adds their figures to `points`."""
     memory = KeptMemory()
     with tempfile.TemporaryDirectory() as folder:
@@ -168,7 +192,9 @@ def measure(args: argparse.Namespace, device: torch.device, rates: Any, points: 
             points.append(try_batch(Path(folder), prefill, args, rates, pattern, memory))
 
 
-def make_record(args: argparse.Namespace, opening: dict[str, object], rates: Any, num_threads: int) -> dict[str, Any]:
+def make_record(
+    args: argparse.Namespace, opening: dict[str, object], rates: FloorRates, num_threads: int
+) -> dict[str, Any]:
     """All but the points."""
     return {
         "bench": "decode_weights", **opening,
@@ -180,7 +206,8 @@ def make_record(args: argparse.Namespace, opening: dict[str, object], rates: Any
                      "block_size": BLOCK_SIZE, "chunk": args.chunk, "kv_gpu_percent": args.kv_gpu_percent,
                      "prompts": "not computed: random K and V", "prefill": args.prefill,
                      "threads": num_threads, "warmup": f"{NUM_WARMUP_STEPS} steps of each batch"},
-        "rates": {"unit": "bytes/s", "dram": rates.dram, "gpu": rates.gpu, "link": rates.link},
+        "rates": {"unit": "bytes/s", "dram": rates.one.dram, "gpu": rates.one.gpu, "link": rates.one.link,
+                  "dram_beside_copies": rates.beside},
     }  # fmt: skip
 
 
@@ -193,7 +220,7 @@ def make_pattern(folder: Path) -> Pattern:
 
 
 def try_batch(
-    folder: Path, run: Run, args: argparse.Namespace, rates: Any, pattern: Pattern | None, memory: "KeptMemory"
+    folder: Path, run: Run, args: argparse.Namespace, rates: FloorRates, pattern: Pattern | None, memory: "KeptMemory"
 ) -> dict[str, Any]:
     """Figures of a run, or why there are none: the others are recorded all the same."""
     try:
@@ -300,7 +327,7 @@ def make_model(folder: Path, args: argparse.Namespace) -> None:
 
 
 def measure_batch(
-    folder: Path, run: Run, args: argparse.Namespace, rates: Any, pattern: Pattern | None, memory: KeptMemory
+    folder: Path, run: Run, args: argparse.Namespace, rates: FloorRates, pattern: Pattern | None, memory: KeptMemory
 ) -> dict[str, Any]:
     """Build an engine for a run, fill its contexts and time its steps, or the one prompt that is computed."""
     config, batch = make_config(folder, run, args), run.batch
@@ -340,10 +367,12 @@ def measure_batch(
     lanes = lane_bytes(engine, batch, kv)
     neurons = neurons_between(neurons_before, engine.stats.neurons)
     lanes["cpu"] = lanes["cpu"] - bytes_left_out(engine, batch, neurons)
+    one = rates.one
     lane_s = {
-        "gpu": lanes["gpu"] / (rates.gpu or rates.dram),
-        "cpu": lanes["cpu"] / rates.dram,
-        "link": lanes["link"] / (rates.link or rates.dram),
+        "gpu": lanes["gpu"] / (one.gpu or one.dram),
+        "cpu": lanes["cpu"] / one.dram,
+        "link": lanes["link"] / (one.link or one.dram),
+        "dram": (lanes["cpu"] + lanes["link"]) / (rates.beside or one.dram),
     }
     floor_s, took = max(lane_s.values()), Quantiles.of(seconds)
     compared = engine.compare_decode()
@@ -524,6 +553,8 @@ def print_point(run: Run, point: dict[str, Any]) -> None:
         f"({took['q20'] * 1e3:.1f} … {took['q80'] * 1e3:.1f}), floor {point['floor_s'] * 1e3:.1f} ms "
         f"(times {point['times_floor']}), {point['tokens_per_s']} tokens/s; GB a step: "
         + ", ".join(f"{lane} {size / 1e9:.2f}" for lane, size in lanes.items())
+        + "; ms at least: "
+        + ", ".join(f"{lane} {seconds * 1e3:.0f}" for lane, seconds in point["lane_s"].items())
         + f"; replayed {point['num_replayed_steps']}, {point['num_graph_failures']} captures failed",
         flush=True,
     )

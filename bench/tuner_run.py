@@ -90,6 +90,7 @@ def parse_args() -> argparse.Namespace:
         parser.error("--phases, --layers and --context must be at least 1, --steps at least 6")
     if args.quick:
         args.shape, args.layers, args.gpu_memory = "tiny", 3, parse_size("7MiB")
+        args.phases = [min(phase, 4) for phase in args.phases]
     return args
 
 

@@ -15,6 +15,7 @@
 #include "bind/bounded.h"
 #include "bind/linear.h"
 #include "bind/map.h"
+#include "bind/picked.h"
 #include "bind/program.h"
 #include "bind/quant.h"
 #include "bind/rows.h"
@@ -103,6 +104,7 @@ NB_MODULE(_native, m) {
   ambidex::bind_attention(m);
   ambidex::bind_linear(m);
   ambidex::bind_map(m);
+  ambidex::bind_picked(m);
   ambidex::bind_program(m);
   ambidex::bind_quant(m);
   ambidex::bind_rows(m);

@@ -28,9 +28,9 @@ enum BoundedFigure : std::size_t { kDroppedMass, kErrorShare, kValueNorm, kOutNo
 // What benchmarks vary.
 struct BoundedTuning {
   std::size_t scan_far_bytes = 16384;  // ahead of the keys that are multiplied
-  bool is_near_fetched_late = true;    // with tiles: while codes are counted, not while keys are multiplied
-  std::size_t code_pieces_ahead = 2;   // whose lines are fetched before they are written; 0: none
-  std::size_t keep_far_keys = 48, keep_near_keys = 16;
+  bool is_near_fetched_late = false;   // with tiles: while codes are counted, not while keys are multiplied
+  std::size_t code_pieces_ahead = 4;   // whose lines are fetched before they are written; 0: none
+  std::size_t keep_far_keys = 40, keep_near_keys = 8;
   bool is_keep_fetch_spread = true;  // over the products of 16 keys
 };
 

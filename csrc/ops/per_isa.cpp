@@ -4,5 +4,6 @@
 #include "ops/bounded-inl.h"
 #include "ops/map-inl.h"
 #include "ops/merge-inl.h"
+#include "ops/picked-inl.h"
 #include "ops/read-inl.h"
 #include "ops/rows-inl.h"

@@ -252,6 +252,29 @@ class LinearPool:
         isa: str | None = None,
     ) -> None: ...
 
+class PickedPool:
+    """Neurons of which few are needed, and the sums of threads: see `ambidex.kernels.cpu.picked`.
+
+    Raises:
+        TypeError: an array is not contiguous, read-only where written, of other numbers, or has another number of axes.
+        ValueError: sizes do not fit each other, or a row is not in the table.
+    """
+
+    def __init__(self, threads: ThreadPool) -> None: ...
+    def relu_sum(
+        self,
+        table: npt.NDArray[np.generic],
+        number: str,
+        in_rows: npt.NDArray[np.int64],
+        out_rows: npt.NDArray[np.int64],
+        biases: npt.NDArray[np.float32] | None,
+        x: npt.NDArray[np.float32],
+        h: npt.NDArray[np.float32],
+        y: npt.NDArray[np.float32],
+        *,
+        isa: str | None = None,
+    ) -> None: ...
+
 class AttentionPool:
     """Attention over tiled pools and its scratch memory: see `ambidex.kernels.cpu.native.AttentionPool`.
 

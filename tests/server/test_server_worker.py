@@ -162,8 +162,7 @@ class LostEngine:
             await asyncio.sleep(0.01)
         return self.fault
 
-    async def close(self, save_s: float | None = None) -> None:
-        del save_s
+    async def close(self, _save_s: float | None = None) -> None:
         self.is_closed = True
 
 

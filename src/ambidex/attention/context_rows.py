@@ -26,6 +26,7 @@ class ContextRows:
         self._pools = pools
         self._device = pools[Tier.GPU].device
         size = self._block_size = pools[Tier.GPU].spec.block_size
+        self._num_kv_heads = pools[Tier.GPU].spec.num_kv_heads
         used = blocks[: -(-num_keys // size)]
         ids = torch.tensor([block.block_id for block in used], dtype=torch.int64)
         is_dram = torch.tensor([block.tier is Tier.DRAM for block in used], dtype=torch.bool)
@@ -42,8 +43,7 @@ class ContextRows:
         """K or V of all positions, [Hkv, S, D] on the accelerator."""
         rows = None
         for tier, (ids, positions) in self._parts.items():
-            pool = self._pools[tier]
-            found = pool.read_rows(part, layer_idx, ids.to(pool.device), num_keys=len(positions), dtype=dtype)
+            found = self._read_tier(part, layer_idx, tier, ids, len(positions), dtype)
             if len(self._parts) == 1:
                 return found.to(self._device)
             if rows is None:
@@ -70,7 +70,8 @@ class ContextRows:
         for tier, is_here in self._tiers_of(flat):
             pool = self._pools[tier]
             own_heads, own_slots = (heads, slots) if is_here is None else (heads[is_here], slots[is_here])
-            found = pool.take_rows(part, layer_idx, own_heads.to(pool.device), own_slots.to(pool.device), dtype)
+            with pool.reading(part, layer_idx, own_slots // self._block_size, rows_per_block=1):
+                found = pool.take_rows(part, layer_idx, own_heads.to(pool.device), own_slots.to(pool.device), dtype)
             found = found.to(self._device)
             if is_here is None:
                 rows = found
@@ -88,11 +89,17 @@ class ContextRows:
         """
         end = first + to.shape[1]
         for tier, (ids, positions) in self._parts.items():
-            pool = self._pools[tier]
-            found = pool.read_rows(part, layer_idx, ids.to(pool.device), num_keys=len(positions), dtype=to.dtype).cpu()
+            found = self._read_tier(part, layer_idx, tier, ids, len(positions), to.dtype).cpu()
             places = positions.cpu()
             is_wanted = (places >= first) & (places < end)
             to[:, places[is_wanted] - first] = found[:, is_wanted]
+
+    def _read_tier(
+        self, part: KVPart, layer_idx: int, tier: Tier, ids: Tensor, num_keys: int, dtype: torch.dtype
+    ) -> Tensor:
+        pool = self._pools[tier]
+        with pool.reading(part, layer_idx, ids, rows_per_block=self._num_kv_heads * num_keys / len(ids)):
+            return pool.read_rows(part, layer_idx, ids.to(pool.device), num_keys=num_keys, dtype=dtype)
 
     def _tiers_of(self, flat: Tensor) -> list[tuple[Tier, Tensor | None]]:
         """The tiers of some positions, each with the mask of those that lie there; None: all."""

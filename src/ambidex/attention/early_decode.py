@@ -23,7 +23,7 @@ from ambidex.attention.early_scores import EarlyScores
 from ambidex.attention.row_store import RowStore, take_rows
 from ambidex.attention.select.policy import DecodeRow, FarSelector, Selector
 from ambidex.attention.tiered import TieredAttention
-from ambidex.core.ids import Lane, RequestId, Tier
+from ambidex.core.ids import KVPart, Lane, RequestId, Tier
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.selection import StageTimes
 from ambidex.core.step import ScheduledRequest
@@ -233,7 +233,9 @@ class EarlyDecode:
             rows.k[following, :, : selector.num_far(work.start + 1)]
             for rows, selector, work in zip(self._rows, far, self._works, strict=True)
         ]
-        self._scores.ask(following, self._early[following], keys, self._scale)
+        num_bytes = sum(part.numel() * part.itemsize for part in keys)
+        reading = self._rows[0].home.reading(KVPart.K, following, num_bytes)
+        self._scores.ask(following, self._early[following], keys, self._scale, reading)
 
     def _attend_selected(
         self,
@@ -271,7 +273,7 @@ class EarlyDecode:
         num_keys = work.start + 1
         num_far = selector.num_far(num_keys)
         places, given = self._choose(layer_idx, row, q, stale_q, selector, scores)
-        with self._clock.measure():
+        with self._clock.measure(), rows.home.copying(KVPart.V, layer_idx, _bytes_of(places, rows)):
             values = take_rows(rows.v_there[layer_idx], places, rows.base)  # [Hkv, K, D]
         seen = slice(num_far - near.base, num_keys - near.base)
         near_k, near_v = near.k[layer_idx, :, seen], near.v[layer_idx, :, seen]  # [Hkv, n, D]
@@ -303,14 +305,14 @@ class EarlyDecode:
             num_keys=num_keys,
             scale=self._scale,
             read_keys=lambda num: keys[:, :num].float(),
-            take_keys=lambda some: self._take_keys(keys, some, rows.base),
+            take_keys=lambda some: self._take_keys(layer_idx, rows, some),
             note_bytes=self._note_bytes,
         )
         return selector.choose_far(query, num_far, None if scores is None else scores[row])
 
-    def _take_keys(self, keys: Tensor, places: Tensor, base: Tensor) -> Tensor:
-        with self._clock.measure():
-            taken = take_rows(keys, places, base)
+    def _take_keys(self, layer_idx: int, rows: HostRows, places: Tensor) -> Tensor:
+        with self._clock.measure(), rows.home.copying(KVPart.K, layer_idx, _bytes_of(places, rows)):
+            taken = take_rows(rows.k_there[layer_idx], places, rows.base)
         self.num_rows[1] += places.numel()
         return taken.float()
 
@@ -344,6 +346,11 @@ class EarlyDecode:
         """The step's rows are rows of host memory from now on."""
         for row, rows in enumerate(self._rows):
             rows.append(torch.stack([k[row] for k, _ in self._new]), torch.stack([v[row] for _, v in self._new]))
+
+
+def _bytes_of(places: Tensor, rows: HostRows) -> int:
+    """Of the rows at some places."""
+    return places.numel() * rows.k.shape[3] * rows.k.itemsize
 
 
 def _context_of(work: EarlyWork) -> Callable[[], ContextRows]:

@@ -10,6 +10,7 @@ again when q̂ of layer i + 2 is asked for, since what the accelerator reads of 
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 import torch
@@ -48,12 +49,20 @@ class EarlyScores:
         self._pending.clear()
         self.cpu_s = self.wait_s = 0.0
 
-    def ask(self, layer_idx: int, q: Tensor, keys: Sequence[Tensor], scale: float) -> None:
+    def ask(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        keys: Sequence[Tensor],
+        scale: float,
+        reading: AbstractContextManager[None] | None = None,
+    ) -> None:
         """Have a layer's scores computed.
 
         Args:
             q: [B, Hq, D] on the accelerator, rotated.
             keys: of each row's far keys, [Hkv, n, D] in host memory; those that change must not be among them.
+            reading: within which they are read.
         Cost: one copy and an event; waits for nothing.
         """
         turn = layer_idx % NUM_TURNS
@@ -63,7 +72,9 @@ class EarlyScores:
         queries.copy_((q * scale).to(self._dtype), non_blocking=self._is_cuda)
         arrived = torch.cuda.current_stream(self._device).record_event() if self._is_cuda else None
         buffers = self._buffers(turn, keys)
-        self._pending[layer_idx] = self._thread.submit(self._answer, queries, arrived, list(keys), buffers)
+        self._pending[layer_idx] = self._thread.submit(
+            self._answer, queries, arrived, list(keys), buffers, reading or nullcontext()
+        )
 
     def wait(self, layer_idx: int) -> list[Tensor]:
         """Wait for the scores of a layer that was asked for: of each row [Hkv, G, n] in host memory, until two layers
@@ -105,12 +116,14 @@ class EarlyScores:
         arrived: torch.cuda.Event | None,
         keys: Sequence[Tensor],
         buffers: list[Tensor],
+        reading: AbstractContextManager[None],
     ) -> list[Tensor]:
         if arrived is not None:
             arrived.synchronize()
         start = time.perf_counter()
-        for q, key, scores in zip(queries, keys, buffers, strict=True):
-            if key.shape[1]:
-                torch.bmm(q.view(self._shape), key.transpose(1, 2), out=scores)
+        with reading:
+            for q, key, scores in zip(queries, keys, buffers, strict=True):
+                if key.shape[1]:
+                    torch.bmm(q.view(self._shape), key.transpose(1, 2), out=scores)
         self.cpu_s += time.perf_counter() - start
         return buffers

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from ambidex.attention.context_rows import ContextRows
+from ambidex.core.errors import TierFullError
 from ambidex.core.ids import KVPart, RequestId, Tier
 from ambidex.core.model_spec import ModelSpec
 from ambidex.storage.host_rows import HostRows
 from ambidex.storage.kv_pool import KVPool
+from ambidex.storage.row_home import IN_DRAM, RowHome
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +29,11 @@ class RowStore:
     Args:
         spec: layers, KV heads and head_dim.
         pools: of both tiers, in one floating format.
+        home: where rows lie.
     """
 
-    def __init__(self, spec: ModelSpec, pools: Mapping[Tier, KVPool]) -> None:
+    def __init__(self, spec: ModelSpec, pools: Mapping[Tier, KVPool], home: RowHome = IN_DRAM) -> None:
+        self._home = home
         pool = pools[Tier.GPU]
         self._shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
         self._device = pool.device
@@ -52,7 +56,7 @@ class RowStore:
             if rows is None or rows.capacity < start + num_new:
                 rows = self._grow(rows, start + num_new)
                 self._rows[request_id] = rows
-        except RuntimeError as error:  # torch's allocator, or the driver
+        except (RuntimeError, TierFullError) as error:  # torch's allocator, the driver, or the kernel
             self._is_refused = True
             self._rows.clear()
             logger.warning("keys are read where they lie in their pools, which is slower: %s", error)
@@ -68,7 +72,7 @@ class RowStore:
 
     def _grow(self, rows: HostRows | None, least: int) -> HostRows:
         room = ROOM if rows is None else rows.capacity
-        larger = HostRows(self._shape, least + room, dtype=self.dtype, device=self._device)
+        larger = HostRows(self._shape, least + room, dtype=self.dtype, device=self._device, home=self._home)
         if rows is not None:
             larger.take_over(rows)
         return larger

@@ -43,6 +43,7 @@ from ambidex.core.step import BlockRef, NewRequest, ScheduledRequest, SelectionF
 from ambidex.kernels import api
 from ambidex.layers.rope import compute_inv_freq
 from ambidex.storage.host_rows import HostRows
+from ambidex.storage.kv_pool import KVPool
 
 SHOWN_QUERIES: Final = 64
 """Of a prompt that is not computed."""
@@ -188,7 +189,7 @@ class SelectiveAttention:
         self.begin(())
 
     @property
-    def pools(self) -> Mapping[Tier, object]:
+    def pools(self) -> Mapping[Tier, KVPool]:
         """The pools of both tiers."""
         return self._exact.pools
 
@@ -614,14 +615,18 @@ class SelectiveAttention:
         if work.rows is None:
             return work.context.take(part, layer_idx, places, dtype)
         there = work.rows.k_there if part is KVPart.K else work.rows.v_there
-        return take_rows(there[layer_idx], places, work.rows.base).to(dtype)
+        num_bytes = places.numel() * there.shape[3] * there.itemsize
+        with work.rows.home.copying(part, layer_idx, num_bytes):
+            return take_rows(there[layer_idx], places, work.rows.base).to(dtype)
 
     def _read(self, work: _Work, part: KVPart, layer_idx: int, dtype: torch.dtype) -> Tensor:
         """All rows of K or V, on the device: [Hkv, S, D]."""
         if work.rows is None:
             return work.context.read(part, layer_idx, dtype)
         there = work.rows.k_there if part is KVPart.K else work.rows.v_there
-        return there[layer_idx, :, : work.start + work.num_rows].to(self._device, dtype)
+        rows = there[layer_idx, :, : work.start + work.num_rows]
+        with work.rows.home.copying(part, layer_idx, rows.numel() * rows.itemsize):
+            return rows.to(self._device, dtype)
 
     def _as_kept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [n, Hkv, D] as the pools keep them: [Hkv, n, D] fp32."""

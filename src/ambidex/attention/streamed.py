@@ -3,7 +3,7 @@
 to step, from which of them ends last."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
@@ -14,6 +14,7 @@ from ambidex.attention.state import AttentionState
 from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVOrder, KVSpec
 from ambidex.core.model_spec import ModelSpec
+from ambidex.core.selection import ShareDecision, ShareState
 from ambidex.kernels import api
 from ambidex.kernels.cuda.pinned_view import view_on_gpu
 from ambidex.storage.step_stream import StepStream
@@ -59,29 +60,42 @@ class LaneBalance:
 
     Args:
         share: of the keys in DRAM that the stream lane takes at first, above 0.
+        tell: is told each decision; None: nobody is.
     """
 
-    def __init__(self, share: float) -> None:
-        self.share = share
-        self._step = _FIRST_STEP
-        self._direction = 0
+    def __init__(self, share: float, *, tell: Callable[[ShareDecision], None] | None = None) -> None:
+        self._state = ShareState(share=share, step=_FIRST_STEP, direction=0)
+        self._tell = tell
+
+    @property
+    def share(self) -> float:
+        """As it is now."""
+        return self._state.share
 
     def update(self, cpu_last: float, achieved: float) -> float:
-        """The share for the next step.
+        """The share for the next step; see `next_share`."""
+        before, self._state = self._state, next_share(self._state, cpu_last, achieved)
+        if self._tell is not None:
+            self._tell(ShareDecision(before=before, cpu_last=cpu_last, achieved=achieved, after=self._state))
+        return self._state.share
 
-        Args:
-            cpu_last: share of the last step's layers in which the CPU lane ended last.
-            achieved: share that the stream lane really took: less than was asked for where its buffer is full.
-        """
-        self.share = max(min(self.share, achieved * (1 + self._step)), _LEAST_SHARE)
-        direction = 1 if cpu_last > 0.5 else -1
-        if direction == -self._direction:
-            self._step = max(self._step / 2, _LAST_STEP)
-        elif self._direction:
-            self._step = min(self._step * 1.1, _FIRST_STEP)
-        self._direction = direction
-        self.share = min(max(self.share * (1 + direction * self._step), _LEAST_SHARE), 1.0)
-        return self.share
+
+def next_share(state: ShareState, cpu_last: float, achieved: float) -> ShareState:
+    """The share for the next step, from this one's and how its lanes ended.
+
+    Args:
+        cpu_last: share of the last step's layers in which the CPU lane ended last.
+        achieved: share that the stream lane really took: less than was asked for where its buffer is full.
+    """
+    step = state.step
+    share = max(min(state.share, achieved * (1 + step)), _LEAST_SHARE)
+    direction = 1 if cpu_last > 0.5 else -1
+    if direction == -state.direction:
+        step = max(step / 2, _LAST_STEP)
+    elif state.direction:
+        step = min(step * 1.1, _FIRST_STEP)
+    share = min(max(share * (1 + direction * step), _LEAST_SHARE), 1.0)
+    return ShareState(share=share, step=step, direction=direction)
 
 
 def why_no_stream(spec: ModelSpec, kv: Mapping[Tier, KVSpec]) -> str | None:

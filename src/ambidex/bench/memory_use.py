@@ -73,7 +73,7 @@ class MemoryWatch:
         is_cuda = self._device.type == "cuda"
         peak = own_bytes("VmHWM") if self._can_reset else None
         known = peak is not None and self._before is not None
-        gpu, dram = ledger.used(Tier.GPU), ledger.used(Tier.DRAM)
+        gpu, dram = ledger.used(Tier.GPU), ledger.used(Tier.DRAM) + ledger.used(Tier.CXL)
         return MemoryUse(
             host_peak=max(0, (peak or 0) - (self._before or 0)) if known else None,
             host_predicted=dram if is_cuda else gpu + dram,

@@ -6,7 +6,7 @@ than a day; the profile itself appears when all parts are there.
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,15 +15,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ambidex.calibrate import cpu, gpu
+from ambidex.calibrate import cpu, gpu, nodes
 from ambidex.calibrate.launches import measure_launches
 from ambidex.calibrate.memory_rate import gpu_read_rate, probe_bytes
 from ambidex.core.dtypes import GPU_WEIGHT_KINDS
 from ambidex.core.errors import MachineError
 from ambidex.core.units import GIB, MIB, format_size
 from ambidex.hw.presets import REQUEST_S, STEP_S
-from ambidex.hw.profile import CpuRates, Curve, GpuRates, HardwareProfile, LinkRates, Machine, Products
+from ambidex.hw.profile import CpuRates, Curve, GpuRates, HardwareProfile, LinkRates, Machine, NodeRates, Products
 from ambidex.hw.profile_file import VERSION, profile_json, write_json
+from ambidex.hw.topology import Topology, read_topology
 from ambidex.kernels.cpu.native import ThreadPool
 
 GPU_PRODUCT_FORMATS: Final = ("fp32", "bf16", "fp16", *GPU_WEIGHT_KINDS)
@@ -71,7 +72,8 @@ def calibrate(
     """
     partial = path.with_name(f"{path.name}.partial")
     done = {} if anew else read_partial(partial, machine)
-    names = part_names(has_gpu=torch.cuda.is_available())
+    topology = read_topology()
+    names = part_names(has_gpu=torch.cuda.is_available(), node_ids=measured_nodes(topology))
     bench: Bench | None = None
     for name in names:
         if name in done:
@@ -84,22 +86,31 @@ def calibrate(
         done[name] = {"value": value, "seconds": seconds}
         write_json(partial, {"version": VERSION, "machine": asdict(machine), "time": time.time(), "parts": done})
         yield Part(name=name, value=value, seconds=seconds, is_kept=False)
-    profile = make_profile(machine, {name: done[name]["value"] for name in names}, num_threads=num_threads)
+    profile = make_profile(
+        machine, {name: done[name]["value"] for name in names}, num_threads=num_threads, topology=topology
+    )
     write_json(path, profile_json(profile))
     partial.unlink(missing_ok=True)
 
 
-def part_names(*, has_gpu: bool) -> tuple[str, ...]:
+def measured_nodes(topology: Topology) -> tuple[int, ...]:
+    """NUMA nodes with memory on which this process may allocate."""
+    return tuple(node.node_id for node in topology.numa_nodes if node.is_allowed and node.memory_bytes)
+
+
+def part_names(*, has_gpu: bool, node_ids: Sequence[int] = ()) -> tuple[str, ...]:
     """All parts, in their order."""
     names = ["DRAM read", *(f"CPU products {kind}" for kind in cpu.PRODUCT_FORMATS)]
     names += [*(f"CPU attention {kind}" for kind in cpu.ATTENTION_FORMATS), "CPU small calls"]
     if has_gpu:
         names += ["GPU", "GPU memory read", *(f"GPU products {kind}" for kind in GPU_PRODUCT_FORMATS), "GPU attention",
                   "GPU small kernels", "launches", "copies", "DRAM beside copies", "handover"]  # fmt: skip
-    return tuple(names)
+    return (*names, *(f"NUMA node {node_id}" for node_id in node_ids))
 
 
-def make_profile(machine: Machine, parts: Mapping[str, Any], *, num_threads: int) -> HardwareProfile:
+def make_profile(
+    machine: Machine, parts: Mapping[str, Any], *, num_threads: int, topology: Topology
+) -> HardwareProfile:
     """The profile that the values of all parts make."""
     processor = CpuRates(
         name=machine.cpu,
@@ -137,6 +148,11 @@ def make_profile(machine: Machine, parts: Mapping[str, Any], *, num_threads: int
         cpu=processor,
         gpu=card,
         link=link,
+        nodes=tuple(
+            NodeRates(node_id=node.node_id, is_memory_only=node.is_memory_only, **rates)
+            for node in topology.numa_nodes
+            if "refusal" not in (rates := parts.get(f"NUMA node {node.node_id}", {"refusal": "not asked for"}))
+        ),
     )
 
 
@@ -178,6 +194,12 @@ def _device(bench: Bench) -> torch.device:
     return bench.device
 
 
+def _node_bytes(node_id: int, bench: Bench) -> int:
+    """Of the buffer on a node: as large as that of DRAM, but a quarter of what is free there."""
+    free = next((node.free_bytes for node in read_topology().numa_nodes if node.node_id == node_id), 0)
+    return max(nodes.LEAST_BYTES, min(bench.buffer.numel(), nodes.MOST_BYTES, free // 4))
+
+
 def _describe_gpu(bench: Bench) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(_device(bench))
     return {"name": properties.name, "memory_bytes": int(torch.cuda.mem_get_info(_device(bench))[1])}
@@ -189,6 +211,9 @@ _BY_FORMAT: Final[Mapping[str, Callable[[Bench, str], Any]]] = {
     ),
     "CPU attention ": lambda bench, kind: cpu.measure_attention(bench.threads, kind, bench.buffer),
     "GPU products ": lambda bench, kind: gpu.measure_products(_device(bench), kind),
+    "NUMA node ": lambda bench, node_id: nodes.measure_node(
+        int(node_id), bench.threads, _node_bytes(int(node_id), bench), device=bench.device
+    ),
 }
 _OTHERS: Final[Mapping[str, Callable[[Bench], Any]]] = {
     "DRAM read": lambda bench: cpu.measure_reads(bench.threads.num_threads, bench.buffer),

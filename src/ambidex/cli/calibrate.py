@@ -101,8 +101,9 @@ class CalibrateCommand(click.Group):
             commands=[AccuracyCommand(), NeuronsCommand()],
             short_help="Measure this machine's rates into its profile.",
             help="Measure what the cost model needs of this machine: reads of DRAM and GPU memory, products of weights "
-            "by format and tokens, attention, copies, handovers. Best while nothing else runs. What Ctrl-C interrupts "
-            "goes on where it was. `calibrate neurons` and `calibrate accuracy` measure a model instead.",
+            "by format and tokens, attention, copies, handovers, each NUMA node's memory. Best while nothing else runs."
+            " What Ctrl-C interrupts goes on where it was. `calibrate neurons` and"
+            " `calibrate accuracy` measure a model instead.",
             params=[
                 VerbOption(["--profile"], type=path, help="file to write; default: this machine's in the user's cache"),
                 VerbOption(["--num-threads"], type=click.IntRange(1, 4096),
@@ -122,9 +123,9 @@ def calibrate(
         return 0
     # These bring in torch, which `--help` does not need.
     from ambidex.calibrate.run import calibrate as measure
-    from ambidex.calibrate.run import part_names
+    from ambidex.calibrate.run import measured_nodes, part_names
     from ambidex.hw.profile_file import default_path, profile_json, read_profile
-    from ambidex.hw.topology import check_num_threads
+    from ambidex.hw.topology import check_num_threads, read_topology
 
     services: Services = ctx.obj
     machine = services.describe_machine()
@@ -132,7 +133,7 @@ def calibrate(
     if num_threads is not None:
         check_num_threads(num_threads)
     threads = num_threads or max(1, machine.cores - (machine.gpu is not None))
-    names = part_names(has_gpu=machine.gpu is not None)
+    names = part_names(has_gpu=machine.gpu is not None, node_ids=measured_nodes(read_topology()))
     rows, num_kept = [], 0
     with counting_bar("measuring", done=0, total=len(names)) as advance:
         for part in measure(path, machine, num_threads=threads, anew=anew):
@@ -153,7 +154,7 @@ def calibrate(
 def show(name: str, value: Any) -> str:
     """A part's value for people."""
     if isinstance(value, dict):
-        return str(value["name"])
+        return str(value["name"]) if "name" in value else _show_node(value)
     if name in ("CPU small calls", "GPU small kernels", "launches", "handover"):
         return f"{MICRO * value:.1f} µs" + ("" if name == "handover" else " a layer")
     if name == "copies":
@@ -162,6 +163,20 @@ def show(name: str, value: Any) -> str:
         return _gb(value)
     unit = "threads" if name == "DRAM read" else "tokens"
     return ", ".join(f"{num}: {rate / 1e9:.1f}" for num, rate in value) + f" GB/s by {unit}"
+
+
+def _show_node(rates: dict[str, Any]) -> str:
+    """What was measured of a NUMA node."""
+    if "refusal" in rates:
+        return f"not measured: {rates['refusal']}"
+    shown = f"reads {_gb(rates['read_bytes_per_s'])}"
+    if rates["latency_s"] is not None:
+        shown += f", {1e9 * rates['latency_s']:.0f} ns a read"
+    return (
+        shown
+        if rates["to_gpu_bytes_per_s"] is None
+        else f"{shown}, copies {_gb(rates['to_gpu_bytes_per_s'])} to the GPU"
+    )
 
 
 def _gb(rate: float) -> str:

@@ -60,6 +60,8 @@ class CompareCommand(SettingsCommand):
                 VerbOption(["--predict"], type=count, help="tokens predicted at the end of each context; default: 256"),
                 VerbOption(["--rounds"], type=count, help="secrets asked for at each context; default: 8"),
                 VerbOption(["--text"], type=path, help="text to predict; default: the help topics of Python's library"),
+                VerbOption(["--only"], type=click.Choice(["speed", "quality"]),
+                           help="measure that alone; default: both, and timelines"),
                 VerbOption(["--quick"], is_flag=True, help="small contexts, few steps and tokens, 128 tokens of KV on "
                            "the accelerator: a look in minutes"),
                 VerbOption(["--retry"], is_flag=True, help="measure failed cells of an earlier run again"),
@@ -80,7 +82,7 @@ def compare(ctx: click.Context, /, **options: Any) -> int:
     if options["report"] is None:
         raise ConfigError("no folder is named for the report: give --report FOLDER")
     # Imported here: they bring in torch, which `--help` does not need.
-    from ambidex.compare.cells import Grid, Variant
+    from ambidex.compare.cells import CellKind, Grid, Variant
     from ambidex.compare.folder import ReportFolder
     from ambidex.compare.run import run_grid
 
@@ -100,9 +102,11 @@ def compare(ctx: click.Context, /, **options: Any) -> int:
         num_rounds=values["rounds"],
         text_name=text_name,
         text_sha256=hashlib.sha256(text.encode()).hexdigest()[:16],
+        kinds=tuple(CellKind) if options["only"] is None else (CellKind(options["only"]),),
         timelines=[variant.name for variant in variants if not quick or variant.policy is PolicyName.EXACT],
     )
-    _check_predict(grid.num_predicted, min(grid.contexts))
+    if CellKind.QUALITY in grid.kinds:
+        _check_predict(grid.num_predicted, min(grid.contexts))
     with ReportFolder(options["report"]) as folder:
         num_failed = run_grid(
             grid,

@@ -134,7 +134,7 @@ class Grid:
     """All that is compared, and how each cell is measured.
 
     `budgets`: tokens of KV on the accelerator tier; None leaves it to the engine. `timelines`: variants whose lanes are
-    drawn.
+    drawn. `kinds`: of cells that are measured.
     """
 
     models: Sequence[str]
@@ -148,6 +148,7 @@ class Grid:
     text_name: str
     text_sha256: str
     timelines: Sequence[str]
+    kinds: Sequence[CellKind] = tuple(CellKind)
 
     def cells(self, base: EngineConfig) -> list[list[Cell]]:
         """Cells in the order in which they are measured, those that share an engine together."""
@@ -179,7 +180,7 @@ class Grid:
                         for context in self.contexts
                     ]
                 )  # fmt: skip
-        return groups
+        return [group for group in groups if group[0].kind in self.kinds]
 
 
 def changed_settings(config: EngineConfig) -> dict[str, Any]:

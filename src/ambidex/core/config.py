@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from ambidex.core.errors import ConfigError
+from ambidex.core.kv_mapping import KVMapping, parse_slow_memory
 from ambidex.core.policy import (
     LANE_PRESETS,
     BoundedScores,
@@ -172,6 +173,27 @@ class EngineConfig:
         "memory, at most what is used",
         unit="bytes",
     )  # fmt: skip
+    cxl_memory: int | None = setting(
+        None, SettingKind.SIZE,
+        "budget of the CXL tier, a NUMA node of memory without cores, for K and V; default: none of it is used",
+        unit="bytes", low=1,
+    )  # fmt: skip
+    cxl_node: int | None = setting(
+        None, SettingKind.INT,
+        "NUMA node of the CXL tier, which may be any that this process may use; default: the nearest without cores",
+        low=0, high=4095,
+    )  # fmt: skip
+    kv_mapping: KVMapping = setting(
+        KVMapping.AUTO, SettingKind.CHOICE,
+        "where K and V in host memory lie; k-dram-v-cxl: K in DRAM, the oldest in the CXL tier where DRAM is full, and "
+        "V in the CXL tier; interleave: pages of both in turn on both; dram: all there; auto: k-dram-v-cxl if "
+        "cxl-memory is given, else dram",
+    )  # fmt: skip
+    emulate_cxl: str | None = setting(
+        None, SettingKind.TEXT,
+        "play the CXL tier in DRAM: LATENCY,BANDWIDTH, such as 300ns,20GB/s; reads and copies of what lies there are "
+        "paced to that, and every report says `emulated`",
+    )  # fmt: skip
     prefix_cache_percent: int | None = setting(
         None, SettingKind.INT,
         "share of the KV blocks of all tiers that may keep tokens of ended requests, for others that begin alike; 0 "
@@ -301,6 +323,12 @@ class EngineConfig:
         SettingKind.TEXT,
         "write a timeline of steps and lanes to this file, for ui.perfetto.dev; slows steps down",
     )
+    control_trace: str | None = setting(
+        None,
+        SettingKind.TEXT,
+        "write each decision of the controllers (hybridgen's feedback, share of the stream lane) to this file, a JSON "
+        "line each",
+    )
     verify: bool = setting(
         False, SettingKind.SWITCH,
         "check KV in host memory: copies are read back, blocks have checksums; and a sample of what the bounded policy "
@@ -336,6 +364,13 @@ class EngineConfig:
             return self
         return dataclasses.replace(self, prefix_cache_percent=100)
 
+    @property
+    def kv_layout(self) -> KVMapping:
+        """`kv_mapping`, with `auto` decided."""
+        if self.kv_mapping is not KVMapping.AUTO:
+            return self.kv_mapping
+        return KVMapping.DRAM if self.cxl_memory is None else KVMapping.K_DRAM_V_CXL
+
     def __post_init__(self) -> None:
         check_settings(self)
         if not self.model:
@@ -346,6 +381,7 @@ class EngineConfig:
                 f"`neuron_cache` is {self.neuron_cache}, but without `mlp_sparsity` all neurons are computed wherever "
                 f"they lie: choose one of its forms, or off"
             )
+        _check_cxl(self)
         if self.placement is not None and self.weights_gpu_memory is not None:
             raise ConfigError("`placement` and `weights_gpu_memory` both say where weights lie: leave one of them out")
         if self.tune_weights and self.mlp_sparsity != OFF:
@@ -393,6 +429,25 @@ class EngineConfig:
                 f"`mlp_sparsity` {self.mlp_sparsity} is for what the CPU multiplies, which is nothing with `policy` "
                 f"{self.policy}: leave it out, or use `policy` exact"
             )
+
+
+def _check_cxl(config: EngineConfig) -> None:
+    """See that what is set of the CXL tier fits together."""
+    if config.emulate_cxl is not None:
+        parse_slow_memory(config.emulate_cxl)
+    if config.cxl_memory is None:
+        given = [name for name in ("cxl_node", "emulate_cxl") if getattr(config, name) is not None]
+        if config.kv_mapping not in (KVMapping.AUTO, KVMapping.DRAM):
+            given.append("kv_mapping")
+        if given:
+            raise ConfigError(
+                f"`{given[0]}` is {getattr(config, given[0])}, but the CXL tier has no budget: give `cxl_memory`, too"
+            )
+        return
+    if config.kv_mapping is KVMapping.DRAM:
+        raise ConfigError("`kv_mapping` dram puts nothing into the CXL tier, and `cxl_memory` is given: leave one out")
+    if config.emulate_cxl is not None and config.cxl_node is not None:
+        raise ConfigError("`cxl_node` and `emulate_cxl` both say what the CXL tier is: leave one of them out")
 
 
 def check_settings(config: Any) -> None:

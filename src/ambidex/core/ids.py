@@ -28,7 +28,8 @@ class KVPart(StrEnum):
 class Fallback(StrEnum):
     """What an engine does without, on the next path: each is said once as a warning, shown in the report, and counted.
 
-    Counted are: buffers in memory that could not be pinned; pools without huge pages; threads without a processor of
+    Counted are: buffers in memory that could not be pinned; CXL tiers that could not be had, or less of one than was
+    asked for; pools without huge pages; threads without a processor of
     their own; engines whose native ops have no AVX2; engines without native ops; ops without their kernel for this
     device; captures of graphs that failed; chunks of prompts that had to be smaller; engines whose policy wants a link
     to a GPU that there is not.
@@ -36,6 +37,7 @@ class Fallback(StrEnum):
 
     PAGEABLE_MEMORY = "pageable_memory"
     SMALL_PAGES = "small_pages"
+    NO_CXL = "no_cxl"
     UNPINNED_THREADS = "unpinned_threads"
     NO_AVX2 = "no_avx2"
     NO_NATIVE_OPS = "no_native_ops"

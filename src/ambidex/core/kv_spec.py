@@ -77,6 +77,16 @@ class KVSpec:
         """Bytes of K and V of one block in all layers."""
         return self.bytes_per_token * self.block_size
 
+    @property
+    def part_bytes_per_block(self) -> int:
+        """Bytes of the numbers of K, or of V, of one block in all layers; scales are not among them."""
+        return self.num_layers * self.num_kv_heads * self.block_size * self.row_size * self.dtype.num_bytes
+
+    @property
+    def scale_bytes_per_block(self) -> int:
+        """Bytes of the scales of K and V of one block in all layers; 0 for floating formats."""
+        return self.bytes_per_block - 2 * self.part_bytes_per_block
+
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens occupy."""
         return -(-num_tokens // self.block_size)

@@ -24,6 +24,10 @@ class SelectionSetting:
     mode: HybridGenMode = HybridGenMode.POST
     times: StageTimes | None = None
     num_roomy_steps: int = 0
+    num_steps: int = 0
+    """Steps since the last change of mode."""
+    num_returns: int = 0
+    """Times that all keys were scored again, since that lasted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,3 +39,34 @@ class SelectionLimits:
     ceiling: int
     may_resize: bool = True
     may_switch: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionDecision:
+    """What became of a setting by a step's times."""
+
+    before: SelectionSetting
+    times: StageTimes
+    limits: SelectionLimits
+    after: SelectionSetting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareState:
+    """Which share of the keys in DRAM the stream lane reads, the next step's size, and the last one's direction (1
+    more, −1 less, 0 none yet)."""
+
+    share: float
+    step: float
+    direction: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareDecision:
+    """What became of a share: `cpu_last` is the share of the step's layers in which the CPU lane ended last, `achieved`
+    the share that the stream lane really took."""
+
+    before: ShareState
+    cpu_last: float
+    achieved: float
+    after: ShareState

@@ -78,6 +78,14 @@ def note_memory(found: Fallbacks, pin_refusals: Sequence[str], page_refusals: Ma
     )  # fmt: skip
 
 
+def note_cxl(found: Fallbacks, refusals: Sequence[str]) -> None:
+    """A CXL tier that was asked for and could not be had, or not all of it, with the reasons."""
+    found.note(
+        Fallback.NO_CXL, len(refusals),
+        f"K and V for which the CXL tier has no room lie in DRAM, as far as its budget goes: {'; '.join(refusals)}",
+    )  # fmt: skip
+
+
 def note_no_link(found: Fallbacks, policy: PolicyName) -> None:
     """A policy reads keys in DRAM over the link to a GPU, and there is no GPU."""
     preset = LANE_PRESETS.get(policy)

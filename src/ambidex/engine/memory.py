@@ -7,11 +7,13 @@ from ambidex.core.config import EngineConfig
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import Tier
+from ambidex.core.kv_mapping import KVMapping
 from ambidex.core.kv_spec import KVSpec, StreamBuffers
 from ambidex.core.ledger import MemoryLedger
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.units import format_size
 from ambidex.cost.workspace import STEP_STREAM_SHARE, graph_bytes, workspace_bytes
+from ambidex.engine.host_blocks import HostBlocks, divide_host
 
 DEFAULT_SHARE_OF_FREE_GPU = 0.9
 """Of the free memory of a GPU; the rest is left to the driver, the context and fragmentation."""
@@ -60,9 +62,11 @@ class FixedBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Blocks of each tier, the context limit that they allow, and the ledger that holds every byte of it."""
+    """Blocks of each tier, the context limit that they allow, and the ledger that holds every byte of it. A block of
+    host memory counts for the tier that its K lies on; `host` says where all of it lies."""
 
     num_blocks: dict[Tier, int]
+    host: HostBlocks
     max_context_len: int
     max_context_reason: str
     ledger: MemoryLedger
@@ -118,12 +122,18 @@ def plan_memory(
     weights: WeightBytes,
     fixed: FixedBytes,
     scan_bytes: Mapping[Tier, int] | None = None,
+    mapping: KVMapping = KVMapping.DRAM,
+    cxl_bytes: int = 0,
+    num_near_v: int = 0,
 ) -> MemoryPlan:
     """Divide the budgets.
 
     Args:
         kv: the KV cache as each tier keeps it, in blocks of one size.
         scan_bytes: what bounded attention keeps beside each block of a tier; None: nothing.
+        mapping: where K and V in host memory shall lie, not `auto`.
+        cxl_bytes: what the CXL tier has for them.
+        num_near_v: first layers in which the CPU reads V in every step: theirs rather lies in DRAM.
     Raises:
         ConfigError: a budget is too small for the model; says what is needed.
     """
@@ -134,7 +144,7 @@ def plan_memory(
     most_blocks = context_blocks * config.max_running_requests
     default_blocks = context_blocks * min(config.max_running_requests, DEFAULT_CONTEXTS)
     beside = {tier: (scan_bytes or {}).get(tier, 0) for tier in kv}
-    gpu_block_bytes, dram_block_bytes = (kv[tier].bytes_per_block + beside[tier] for tier in (Tier.GPU, Tier.DRAM))
+    gpu_block_bytes = kv[Tier.GPU].bytes_per_block + beside[Tier.GPU]
     gpu_blocks = _gpu_blocks(
         config,
         kv[Tier.GPU],
@@ -156,15 +166,26 @@ def plan_memory(
             f"`dram_memory` {format_size(dram_budget)} is too small: weights take {format_size(in_dram)}: "
             f"give at least that and what KV needs, or a larger `gpu_memory` or `weights_gpu_memory`"
         )
-    dram_blocks = max(
-        0, min(dram_left // dram_block_bytes, default_blocks if config.dram_memory is None else most_blocks)
+    host = divide_host(
+        mapping,
+        kv[Tier.DRAM],
+        dram=dram_left,
+        cxl=cxl_bytes,
+        most_blocks=default_blocks if config.dram_memory is None else most_blocks,
+        beside=beside[Tier.DRAM],
+        num_near_v=num_near_v,
     )
-    num_blocks = {Tier.GPU: gpu_blocks, Tier.DRAM: dram_blocks}
-    max_len, reason = _context_len(config, spec, kv[Tier.DRAM], dram_block_bytes, num_blocks)
+    num_blocks = {Tier.GPU: gpu_blocks, **host.num_blocks}
+    max_len, reason = _context_len(
+        config, spec, kv[Tier.DRAM], kv[Tier.DRAM].bytes_per_block + beside[Tier.DRAM], num_blocks
+    )
+    host_bytes = host.bytes_of(num_blocks)
+    num_beside = host.layout.num_blocks * beside[Tier.DRAM]
     ledger = MemoryLedger(
         {
             Tier.GPU: max(gpu_budget, taken + gpu_blocks * gpu_block_bytes),
-            Tier.DRAM: max(dram_budget, in_dram + dram_blocks * dram_block_bytes),
+            Tier.DRAM: max(dram_budget, in_dram + host_bytes[Tier.DRAM] + num_beside),
+            **({Tier.CXL: cxl_bytes} if mapping is not KVMapping.DRAM else {}),
         }
     )
     ledger.take(Tier.GPU, "weights", weights.on_gpu)
@@ -179,11 +200,14 @@ def plan_memory(
     if weights.moving:
         for tier in (Tier.GPU, Tier.DRAM):
             ledger.take(tier, "neuron moves", weights.moving)
-    for tier, count in num_blocks.items():
-        ledger.take(tier, "kv", count * kv[tier].bytes_per_block)
+    for tier, size in {Tier.GPU: gpu_blocks * kv[Tier.GPU].bytes_per_block, **host_bytes}.items():
+        ledger.take(tier, "kv", size)
+    for tier, size in {Tier.GPU: gpu_blocks * beside[Tier.GPU], Tier.DRAM: num_beside}.items():
         if beside[tier]:
-            ledger.take(tier, "scan", count * beside[tier])
-    return MemoryPlan(num_blocks=num_blocks, max_context_len=max_len, max_context_reason=reason, ledger=ledger)
+            ledger.take(tier, "scan", size)
+    return MemoryPlan(
+        num_blocks=num_blocks, host=host, max_context_len=max_len, max_context_reason=reason, ledger=ledger
+    )
 
 
 def _wanted_context_len(config: EngineConfig, spec: ModelSpec) -> int:
@@ -235,7 +259,7 @@ def _context_len(
     if config.max_context_len is not None or capacity < 2:
         raise ConfigError(
             f"a context of {wanted} tokens needs {format_size(kv.num_blocks(wanted) * block_bytes)} of KV: "
-            f"the tiers hold {capacity} tokens (gpu {num_blocks[Tier.GPU]}, dram {num_blocks[Tier.DRAM]} blocks of "
-            f"{kv.block_size}): raise `dram_memory` or `gpu_memory`, or lower `max_context_len`"
+            f"the tiers hold {capacity} tokens ({', '.join(f'{tier} {count}' for tier, count in num_blocks.items())} "
+            f"blocks of {kv.block_size}): raise `dram_memory` or `gpu_memory`, or lower `max_context_len`"
         )
     return capacity, "what the KV tiers hold"

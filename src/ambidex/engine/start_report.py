@@ -34,16 +34,19 @@ def make_report(
     memory: MemoryPlan,
     pools: Mapping[Tier, PoolFacts],
     fallbacks: Sequence[ReportRow],
+    cxl: Sequence[ReportRow] = (),
 ) -> EngineReport:
     """All facts, in the order in which they are shown.
 
     Args:
         compute: what computes, and how.
         fallbacks: what the engine does without.
+        cxl: where K and V in host memory lie, if not all in DRAM.
     """
     rows = [*_model_rows(model_name, spec), *compute, *_kv_rows(config, kv, memory, pools)]
     for tier, pool in pools.items():
         rows += _tier_rows(config, tier, pool, memory)
+    rows += cxl
     rows += fallbacks
     rows += [
         ReportRow(section="settings", name=field.name, value=str(getattr(config, field.name)))

@@ -3,7 +3,8 @@ them from data sheets; the cost model predicts with them.
 
     machine ── gpu    memory rate, products by format and tokens, attention
             ├─ cpu    DRAM rate by threads, products, attention, costs of a step
-            └─ link   copies, what DRAM gives beside them, a handover GPU → CPU → GPU
+            ├─ link   copies, what DRAM gives beside them, a handover GPU → CPU → GPU
+            └─ nodes  NUMA nodes: read rate, latency, copies from each
 """
 
 import bisect
@@ -163,9 +164,25 @@ class LinkRates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRates:
+    """The memory of one NUMA node, read by all threads wherever they run: bytes/s and seconds.
+
+    `latency_s` is one read that needs the one before; None: not measured on this processor. `to_gpu_bytes_per_s` None:
+    there is no GPU, or the driver does not pin its memory.
+    """
+
+    node_id: int
+    is_memory_only: bool
+    read_bytes_per_s: float
+    latency_s: float | None
+    to_gpu_bytes_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
     """A machine. Without a GPU the accelerator is the CPU: `gpu` and `link` are None.
 
+    `nodes` are its NUMA nodes as far as they were measured.
     `machine` is None where rates come from data sheets; `date` (UTC) and `source` say when and how they were got.
     """
 
@@ -175,6 +192,7 @@ class HardwareProfile:
     cpu: CpuRates
     gpu: GpuRates | None = None
     link: LinkRates | None = None
+    nodes: tuple[NodeRates, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.gpu is None) != (self.link is None):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ambidex.core.errors import ConfigError
-from ambidex.hw.profile import CpuRates, Curve, GpuRates, HardwareProfile, LinkRates, Machine, Products
+from ambidex.hw.profile import CpuRates, Curve, GpuRates, HardwareProfile, LinkRates, Machine, NodeRates, Products
 
 VERSION: Final = 2
 """Of the form that is read and written here; a change that an older reader would get wrong adds 1."""
@@ -36,6 +36,7 @@ def profile_json(profile: HardwareProfile) -> dict[str, Any]:
         "cpu": cpu,
         "gpu": _rates_json(profile.gpu) if profile.gpu else None,
         "link": asdict(profile.link) if profile.link else None,
+        "nodes": [asdict(node) for node in profile.nodes],
     }
 
 
@@ -62,6 +63,7 @@ def parse_profile(value: object, *, where: str) -> HardwareProfile:
             cpu=_parse_cpu(cpu),
             gpu=None if gpu is None else _parse_gpu(gpu),
             link=None if link is None else _parse_link(link),
+            nodes=tuple(map(_parse_node, fields.objects("nodes"))),
         )
     except ConfigError as error:
         if str(error).startswith(where):
@@ -143,6 +145,27 @@ class _Fields:
             return None
         return _Fields(self._left.pop(name, None), f"{self._where}: `{name}`")
 
+    def flag(self, name: str) -> bool:
+        """True or false."""
+        value = self._left.pop(name, None)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self._where}: `{name}` is {str(value)[:60]!r}: it must be true or false: {AGAIN}")
+        return value
+
+    def objects(self, name: str) -> "list[_Fields]":
+        """A list of objects; empty if it is missing."""
+        values = self._left.pop(name, [])
+        if not isinstance(values, list):
+            raise ConfigError(f"{self._where}: `{name}` is {str(values)[:60]!r}: it must be a list: {AGAIN}")
+        return [_Fields(value, f"{self._where}: `{name}` {place}") for place, value in enumerate(values)]
+
+    def number_or_none(self, name: str) -> float | None:
+        """A number above 0, or null."""
+        if self._left.get(name, False) is None:
+            del self._left[name]
+            return None
+        return self.number(name)
+
     def table(self, name: str) -> dict[str, Any]:
         """An object whose keys are free."""
         table: dict[str, Any] = self.take(name, dict)
@@ -209,6 +232,19 @@ def _parse_link(fields: _Fields) -> LinkRates:
     link = LinkRates(name=fields.take("name", str), **{name: fields.number(name) for name in names})
     fields.end()
     return link
+
+
+def _parse_node(fields: _Fields) -> NodeRates:
+    node_id, is_memory_only = fields.take("node_id", int), fields.flag("is_memory_only")
+    node = NodeRates(
+        node_id=node_id,
+        is_memory_only=is_memory_only,
+        read_bytes_per_s=fields.number("read_bytes_per_s"),
+        latency_s=fields.number_or_none("latency_s"),
+        to_gpu_bytes_per_s=fields.number_or_none("to_gpu_bytes_per_s"),
+    )
+    fields.end()
+    return node
 
 
 def _parse_products(fields: _Fields) -> Products:

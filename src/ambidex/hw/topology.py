@@ -4,27 +4,13 @@ Reads what the system says and measures nothing. GPUs belong to the data plane (
 """
 
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from ambidex.core.errors import ConfigError, MachineError
 from ambidex.hw.cgroup import find_cpu_quota
-from ambidex.hw.memory import kib_to_bytes, read_fields
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NumaNode:
-    """One NUMA node; `cores` are the numbers of its cores, `memory_bytes` is all its memory."""
-
-    node_id: int
-    cores: tuple[int, ...]
-    memory_bytes: int
-
-    @property
-    def is_memory_only(self) -> bool:
-        """Memory without cores, as CXL memory shows itself."""
-        return not self.cores and self.memory_bytes > 0
+from ambidex.hw.memory import read_fields
+from ambidex.hw.numa import NumaNode, find_local_node, parse_list, read_list, read_nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +35,20 @@ class Topology:
         return max(1, min(len(self.allowed_cores), quota))
 
     @property
+    def local_node(self) -> NumaNode | None:
+        """The node on which most of this process's cores are; None: no node names any of them."""
+        return find_local_node(self.numa_nodes, self.allowed_cores)
+
+    @property
+    def cxl_nodes(self) -> tuple[NumaNode, ...]:
+        """Memory-only nodes on which this process may allocate, the nearest first, then the one with most free."""
+        local = self.local_node
+        distances = {} if local is None else local.distances
+        found = [node for node in self.numa_nodes if node.is_memory_only and node.is_allowed]
+        far = max(distances.values(), default=0)
+        return tuple(sorted(found, key=lambda node: (distances.get(node.node_id, far), -node.free_bytes, node.node_id)))
+
+    @property
     def max_threads(self) -> int:
         """More threads than this wait for each other: allowed cores, at most the quota, a part of a core counted."""
         quota = len(self.allowed_cores) if self.cpu_quota is None else math.ceil(self.cpu_quota)
@@ -61,21 +61,24 @@ def read_topology(root: Path = Path("/")) -> Topology:
     Args:
         root: where `/proc` and `/sys` lie.
     Raises:
-        MachineError: there is no `/proc`: this is not Linux.
+        MachineError: there is no `/proc`: this is not Linux; or what /proc and /sys say is malformed.
     """
     status = root / "proc/self/status"
     cpu = read_fields(root / "proc/cpuinfo")
     if not status.is_file():
         raise MachineError(f"{status} does not exist: Ambidex runs on Linux with /proc mounted")
-    allowed = parse_cores(read_fields(status)["Cpus_allowed_list"])
-    online = _read_cores(root / "sys/devices/system/cpu/online") or allowed
+    listed = read_fields(status).get("Cpus_allowed_list")
+    if listed is None:
+        raise MachineError(f"{status} has no line Cpus_allowed_list: it says which cores may be used; is it Linux's?")
+    allowed = parse_list(listed, f"Cpus_allowed_list of {status}")
+    online = read_list(root / "sys/devices/system/cpu/online") or allowed
     return Topology(
         cpu_model=cpu.get("model name", cpu.get("CPU part", "unknown")),
         cpu_flags=frozenset(cpu.get("flags", cpu.get("Features", "")).split()),
         online_cores=online,
         allowed_cores=tuple(core for core in allowed if core in set(online)),
         cpu_quota=find_cpu_quota(root),
-        numa_nodes=_read_numa_nodes(root, online),
+        numa_nodes=read_nodes(root, online),
     )
 
 
@@ -99,37 +102,3 @@ def last_level_cache_bytes() -> int:
     """Largest cache that the operating system names for core 0, in bytes; 0 if it names none."""
     sizes = [p.read_text().strip() for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     return max((int(size.removesuffix("K")) * 1024 for size in sizes), default=0)
-
-
-def parse_cores(text: str) -> tuple[int, ...]:
-    """`0-2,8` → (0, 1, 2, 8); empty text → ()."""
-    cores: list[int] = []
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cores.extend(range(int(first), int(last or first) + 1))
-    return tuple(cores)
-
-
-def _read_cores(path: Path) -> tuple[int, ...]:
-    return parse_cores(path.read_text()) if path.is_file() else ()
-
-
-def _read_numa_nodes(root: Path, online: tuple[int, ...]) -> tuple[NumaNode, ...]:
-    """Nodes in order of their numbers; a kernel without NUMA is one node."""
-    folder = root / "sys/devices/system/node"
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    ids = sorted(int(match[1]) for name in names if (match := re.fullmatch(r"node(\d+)", name)))
-    if not ids:
-        return (
-            NumaNode(
-                node_id=0, cores=online, memory_bytes=kib_to_bytes(read_fields(root / "proc/meminfo")["MemTotal"])
-            ),
-        )
-    return tuple(
-        NumaNode(
-            node_id=node_id,
-            cores=_read_cores(folder / f"node{node_id}/cpulist"),
-            memory_bytes=kib_to_bytes(read_fields(folder / f"node{node_id}/meminfo")[f"Node {node_id} MemTotal"]),
-        )
-        for node_id in ids
-    )

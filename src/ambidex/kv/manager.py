@@ -19,6 +19,7 @@ from ambidex.kv.lease import CachedBlock, KVLease
 from ambidex.kv.pool import PoolUsage
 from ambidex.kv.prefix_cache import PrefixCache, PrefixCacheLimits, PrefixCacheStats
 from ambidex.kv.residency import Residency, ResidentBlocks
+from ambidex.kv.spill import find_oldest
 from ambidex.kv.tiers import TieredBlocks
 
 logger = logging.getLogger(__name__)
@@ -47,12 +48,20 @@ class KVManager:
         capacities: blocks of each tier; tiers without blocks take no part.
         regions: how contexts are cut into sink, middle and recent blocks.
         cache: what may be kept of requests that have ended.
+        num_kept_free: blocks of DRAM that are kept free for what comes, as long as the oldest can go to the CXL tier.
 
     Raises:
         ConfigError: no tier has a block.
     """
 
-    def __init__(self, capacities: Mapping[Tier, int], regions: Regions, cache: PrefixCacheLimits = _NO_CACHE) -> None:
+    def __init__(
+        self,
+        capacities: Mapping[Tier, int],
+        regions: Regions,
+        cache: PrefixCacheLimits = _NO_CACHE,
+        *,
+        num_kept_free: int = 1,
+    ) -> None:
         self._tiers = TieredBlocks(capacities)
         if not self._tiers.tiers:
             raise ConfigError(
@@ -61,6 +70,8 @@ class KVManager:
             )
         self._num_blocks = sum(usage.total for usage in self._tiers.usage().values())
         self._below = tuple(tier for tier in self._tiers.tiers if tier is not Tier.GPU)
+        self._spills = {Tier.DRAM, Tier.CXL} <= set(self._below)
+        self._num_kept_free = min(num_kept_free, capacities.get(Tier.DRAM, 0) // 2)
         self._block_size = regions.block_size
         self._residency = Residency(regions, capacities.get(Tier.GPU, 0))
         self._cache = PrefixCache(
@@ -242,7 +253,7 @@ class KVManager:
 
     def begin_demotions(self, num_computed_tokens: Mapping[KVLease, int]) -> tuple[BlockMove, ...]:
         """Begin to move blocks from the accelerator tier that residency does not want there, as far as there is room;
-        then idle ones, if little of the tier is free.
+        then idle ones, if little of the tier is free; and the oldest of DRAM to the CXL tier, if little of DRAM is.
 
         Args:
             num_computed_tokens: tokens of each lease that were computed before the coming step; only blocks that are
@@ -261,11 +272,11 @@ class KVManager:
                 readers = cached.holders if cached is not None else (lease,)
                 if block_idx >= num_full or any(block_idx in resident[reader] for reader in readers):
                     continue
-                move = self._try_demote(lease, block_idx)
+                move = self._try_demote(lease, block_idx, self._below)
                 if move is None:
-                    return tuple(moves)
+                    return (*moves, *self._begin_spills(num_computed_tokens))
                 moves.append(move)
-        return (*moves, *self._begin_idle_demotions())
+        return (*moves, *self._begin_idle_demotions(), *self._begin_spills(num_computed_tokens))
 
     def finish_moves(self, finished: Iterable[MoveId], failed: Iterable[MoveId]) -> None:
         """End moves: finished ones are committed, failed ones aborted and counted.
@@ -353,8 +364,8 @@ class KVManager:
                 return block
         raise InternalError("no tier has a free block, although there were enough")
 
-    def _try_demote(self, lease: KVLease, block_idx: int) -> BlockMove | None:
-        for tier in self._below:
+    def _try_demote(self, lease: KVLease, block_idx: int, tiers: tuple[Tier, ...]) -> BlockMove | None:
+        for tier in tiers:
             if self._tiers.num_free_on(tier) or self._cache.try_evict(tier):
                 move = self._tiers.begin_move(lease.blocks[block_idx], tier)
                 if move is not None:
@@ -366,6 +377,31 @@ class KVManager:
                     self._movers[move.move_id] = cached or (lease, block_idx)
                     return move
         return None
+
+    def _begin_spills(self, num_computed_tokens: Mapping[KVLease, int]) -> list[BlockMove]:
+        """Clear places of DRAM for newer blocks: idle blocks leave first, then the oldest of running requests."""
+        moves: list[BlockMove] = []
+        if not self._spills or not self._leases:  # an engine comes to rest
+            return moves
+        num_free = self._tiers.num_free_on(Tier.DRAM) + self._tiers.num_moving_from(Tier.DRAM)
+        for _ in range(self._num_kept_free - num_free):
+            if not self._tiers.num_free_on(Tier.CXL) and not self._cache.try_evict(Tier.CXL):
+                break
+            idle = self._cache.first_on(Tier.DRAM)
+            if idle is not None:
+                move = self._tiers.begin_move(idle.place, Tier.CXL)
+                assert move is not None, "there is a free block"
+                self._cache.begin_move(idle, move)
+                self._movers[move.move_id] = idle
+            else:
+                oldest = find_oldest(
+                    self._leases.values(), num_computed_tokens, tier=Tier.DRAM, block_size=self._block_size
+                )
+                move = self._try_demote(*oldest, (Tier.CXL,)) if oldest is not None else None
+            if move is None:
+                break
+            moves.append(move)
+        return moves
 
     def _begin_idle_demotions(self) -> list[BlockMove]:
         """Clear the reserve of the accelerator tier; only beside running requests, so that an engine comes to rest."""

@@ -50,6 +50,10 @@ class TieredBlocks:
         """Moves in flight."""
         return len(self._moves)
 
+    def num_moving_from(self, tier: Tier) -> int:
+        """Blocks of a tier that leave it when their moves are committed."""
+        return sum(move.source.tier is tier for move in self._moves.values())
+
     def usage(self) -> dict[Tier, PoolUsage]:
         """Blocks by state, for each tier that has blocks."""
         return {tier: pool.usage for tier, pool in self._pools.items()}

@@ -3,10 +3,17 @@ and what follows for steps of each size.
 
     cpu(T)   bytes of weights a second with T tokens: what DRAM gives, or operations a second · bytes a number / (2 · T)
     link     bytes a second of a pinned copy
+    beside   bytes a second of both together, with one token: DRAM serves both
 
-Both lanes end together when the CPU takes cpu(T) / (cpu(T) + link) of the bytes in DRAM.
+Both lanes end together when the CPU takes c / (c + link) of the bytes in DRAM, c = min(cpu(T), beside − link). Where
+the CPU leaves out neurons, it reads a share r of its bytes: with a share s of all for the CPU DRAM needs
+(s r + 1 − s) / beside, which falls with s, and the CPU s / cpu(T), which grows: s is where they meet, if the link does
+not need more.
 """
 
+import itertools
+import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +34,11 @@ TOKENS: Final = (1, 4, 8, 16, 32, 64, 128)
 _PROBE_BYTES: Final = 512 * MIB
 """Of weights read for each figure: more than the caches of a server CPU's cores hold."""
 _NUM_PROBES: Final = 2
+_NUM_BESIDE: Final = 5
+_LEAST_LEFT: Final = 0.1
+"""Of what DRAM gives, for the CPU: a measurement that leaves it less is one of a machine that others use."""
+_PIECE_BYTES: Final = 8 * MIB
+"""Of copies beside the CPU, that are counted one by one."""
 _AS_FAST: Final = 0.95
 """Of the rate of torch's products, from which native ones are taken: they are recorded, one call for all of a place."""
 
@@ -39,6 +51,10 @@ class LaneRates:
     link: float
     most_native_tokens: int
     """Up to which the native products are the faster ones."""
+    beside: float = math.inf
+    """Of both at once, one token a step; inf: they do not get in each other's way."""
+    reads: float = 1.0
+    """Share of its bytes that the CPU reads; the rates count them all."""
 
     def levels(self, *, on_cpu: int, streamed: int) -> list[Level]:
         """What the CPU takes of its part in steps of each size; nothing where it would take less than a tenth.
@@ -48,11 +64,20 @@ class LaneRates:
         """
         made = []
         for num_tokens, rate in self.cpu.items():
-            share = (on_cpu + streamed) / max(1, on_cpu) * rate / (rate + self.link)
+            share = (on_cpu + streamed) / max(1, on_cpu) * self._cpu_share(rate)
             if share < 0.1:
                 break
             made.append(Level(most_tokens=num_tokens, cpu_share=min(1.0, share)))
         return made
+
+    def _cpu_share(self, rate: float) -> float:
+        """Of all bytes in DRAM, for the CPU."""
+        if self.beside == math.inf:
+            return rate / (rate + self.link)
+        if self.reads < 1.0:
+            return max(rate / (rate + self.link), 1.0 / (self.beside / rate + 1.0 - self.reads))
+        rate = min(rate, max(self.beside - self.link, _LEAST_LEFT * self.beside))
+        return rate / (rate + self.link)
 
 
 def keep_whole(levels: Sequence[Level], most_tokens: int) -> list[Level]:
@@ -71,7 +96,12 @@ def measure_rates(
         chunks, slots: what travels, and where to; on a GPU.
     """
     cpu, most_native_tokens = measure_cpu(sides, linear)
-    return LaneRates(cpu=cpu, link=_link_rate(chunks, slots), most_native_tokens=most_native_tokens)
+    return LaneRates(
+        cpu=cpu,
+        link=_link_rate(chunks, slots),
+        most_native_tokens=most_native_tokens,
+        beside=_rate_beside(sides, linear, chunks, slots),
+    )
 
 
 @torch.inference_mode()
@@ -137,6 +167,48 @@ def _native_rate(sides: Sequence[HostSide], num_tokens: int, linear: LinearConte
     can_record = linear.pool is not None and all(side.is_recordable for side in sides)
     program = step.record() if can_record else None
     return _rate(sides, step.run if program is None else program.run)
+
+
+@torch.inference_mode()
+def _rate_beside(
+    sides: Sequence[HostSide], linear: LinearContext, chunks: Sequence[Tensor], slots: Sequence[Tensor]
+) -> float:
+    """Bytes a second that the CPU multiplies, with one token, and that copies bring meanwhile."""
+    some = _take(sides, _PROBE_BYTES)
+    step = _Step(some, 1)
+    program = step.record() if linear.pool is not None else None
+    num_bytes = sum(side.num_bytes for side in some)
+    size = min(_PIECE_BYTES, slots[0].numel())
+    pieces = [chunk[start : start + size] for chunk in chunks for start in range(0, chunk.numel(), size)]
+    samples = []
+    for _ in range(_NUM_BESIDE):
+        torch.cuda.synchronize()
+        ends: list[tuple[torch.cuda.Event, int]] = []
+        left = 2 * num_bytes  # copies go on for longer than the CPU takes
+        for piece in itertools.cycle(pieces):
+            slots[0][: piece.numel()].copy_(piece, non_blocking=True)
+            ends.append((torch.cuda.current_stream().record_event(), piece.numel()))
+            left -= piece.numel()
+            if left <= 0:
+                break
+        before = _count_ended(ends)
+        start = time.perf_counter()
+        if program is not None:
+            program.run()
+        else:
+            step.run()
+        seconds = time.perf_counter() - start
+        samples.append((num_bytes + _count_ended(ends) - before) / seconds)
+        torch.cuda.synchronize()
+    return statistics.median(samples)
+
+
+def _count_ended(ends: Sequence[tuple[torch.cuda.Event, int]]) -> int:
+    """Bytes of copies that have ended."""
+    ended = 0
+    for end, num_bytes in ends:
+        ended += num_bytes if end.query() else 0  # type: ignore[no-untyped-call]  # torch has no types here
+    return ended
 
 
 def _rate(sides: Sequence[HostSide], run: Callable[[], object]) -> float:

@@ -4,6 +4,8 @@
     up                     rows of neurons that some token needs: known from the gate (ReLU, CATS)
     last matrix            columns of neurons that are not 0, which lie neuron by neuron
 
+    one token, screened    rows that the screen lets through and their columns, one native call (`kernels/cpu/picked`)
+
 Three forms give the same sums: token by token, the tokens' union gathered once, or all neurons. Each has a cost a row,
 measured on this machine with this model's weights (`measure_costs`), and a step takes the cheapest for what it found.
 """
@@ -21,6 +23,7 @@ from ambidex.core.errors import ShapeError
 from ambidex.core.model_spec import Activation
 from ambidex.core.sparsity import NeuronMask, SparsityKind
 from ambidex.kernels import api
+from ambidex.kernels.cpu.picked import STEP, PickedPool
 from ambidex.kernels.linear import LinearContext, LinearOp
 from ambidex.kernels.neurons import sum_all, sum_bags, sum_union
 from ambidex.layers.mlp import activate_neurons, keep_large
@@ -117,6 +120,8 @@ class SparseContext:
     costs: FormCosts
     screen_costs: ScreenCosts | None = None
     """None: no rows are screened."""
+    picked: PickedPool | None = None
+    """Computes screened neurons of one token; None: the forms above do."""
     counts: SparsityCounts = field(default_factory=SparsityCounts)
 
 
@@ -177,7 +182,45 @@ class SparseSide(HostSide):
 
     def compute(self, x: Tensor) -> Tensor:
         """x [T, K] fp32 in DRAM → [T, num_out] fp32."""
-        return self._finish(x, self._begin(x))
+        screens = self._screen is not None and self._pays_to_screen(x.shape[0])
+        if screens and self.picks(x.shape[0]):
+            return self._compute_picked(x, self._find_candidates(x))
+        return self._finish(x, self.screened(x) if screens else self._begin(x))
+
+    def picks(self, num_tokens: int) -> bool:
+        """Whether screened neurons of such a step are one native call."""
+        return (
+            num_tokens == 1
+            and self._screen is not None
+            and self._context.picked is not None
+            and not self._is_gated
+            and self._activation is Activation.RELU
+            and self.shape.num_in % STEP == 0
+        )
+
+    def pick(self, x: Tensor, union: Tensor) -> tuple[Tensor, Tensor]:
+        """What some neurons give behind the ReLU, [k], and their part of the sum, [num_out]."""
+        assert self._context.picked is not None, "`picks` says so"
+        biases = self._first_biases()
+        return self._context.picked.relu_sum(
+            self._table, self._first_rows[union], self._places[union], None if biases is None else biases[union], x[0]
+        )
+
+    def _compute_picked(self, x: Tensor, union: Tensor) -> Tensor:
+        h, y = self.pick(x, union)
+        is_active = h.ne(0)
+        num_all, num_active = len(self.rows), int(is_active.sum())
+        counts = self._context.counts
+        counts.num_neurons += num_all
+        counts.num_active += num_active
+        counts.num_rows += num_all
+        counts.num_rows_read += num_active
+        counts.forms[Form.BAGS] += 1
+        if self._counts is not None:
+            needed = torch.zeros(1, num_all, dtype=torch.bool)
+            needed[0, union[is_active]] = True
+            self._counts.add_far(needed)
+        return y[None]
 
     def compute_as_if(self, x: Tensor, active: Tensor) -> Tensor:
         """What a step costs in which other neurons are active than those of x, for measurements.
@@ -187,7 +230,10 @@ class SparseSide(HostSide):
         """
         if self._screen is not None and self._pays_to_screen(x.shape[0]):
             self._screen.candidates(x, [part.biases[0] for part in self.parts])
-            self.candidate_products(x, active.ne(0).any(0).nonzero()[:, 0], None)
+            union = active.ne(0).any(0).nonzero()[:, 0]
+            if self.picks(x.shape[0]):
+                return self.pick(x, union)[1][None]
+            self.candidate_products(x, union, None)
         elif self._is_early:
             self._gate(x)
         else:
@@ -196,8 +242,6 @@ class SparseSide(HostSide):
 
     def _begin(self, x: Tensor) -> Tensor:
         """What tells which neurons are needed, [T, n]: activation(gate), or what neurons give."""
-        if self._screen is not None and self._pays_to_screen(x.shape[0]):
-            return self.screened(x)
         return self._gate(x) if self._is_early else self._neurons(x)
 
     def _finish(self, x: Tensor, found: Tensor) -> Tensor:
@@ -220,21 +264,31 @@ class SparseSide(HostSide):
         self._num_passed_over += 1
         return most > 0 and self._num_passed_over % TRY_AGAIN_STEPS == 0
 
-    def screened(self, x: Tensor) -> Tensor:
-        """What neurons give behind the ReLU, [T, n], from the rows that the copy does not rule out."""
+    def _find_candidates(self, x: Tensor) -> Tensor:
+        """The neurons that the copy does not rule out, [k]."""
         assert self._screen is not None, "there is a copy"
-        biases = [part.biases[0] for part in self.parts]
-        union = self._screen.candidates(x, biases)
+        union = self._screen.candidates(x, [part.biases[0] for part in self.parts])
         share = len(union) / len(self.rows)
         before = self._candidate_share.get(x.shape[0], share)
         self._candidate_share[x.shape[0]] = 0.9 * before + 0.1 * share
         counts = self._context.counts
         counts.num_screened += len(self.rows)
         counts.num_candidates += len(union)
+        return union
+
+    def _first_biases(self) -> Tensor | None:
+        """Of the first matrix, of all parts."""
+        biases = [part.biases[0] for part in self.parts]
+        if biases[0] is None:
+            return None
+        return torch.cat([bias for bias in biases if bias is not None])  # anew: neurons may have changed places
+
+    def screened(self, x: Tensor) -> Tensor:
+        """What neurons give behind the ReLU, [T, n], from the rows that the copy does not rule out."""
+        union = self._find_candidates(x)
         values = x.new_zeros(x.shape[0], len(self.rows))
         if len(union):
-            whole = None if biases[0] is None else torch.cat([bias for bias in biases if bias is not None])
-            values[:, union] = self.candidate_products(x, union, whole)
+            values[:, union] = self.candidate_products(x, union, self._first_biases())
         return values
 
     def candidate_products(self, x: Tensor, union: Tensor, biases: Tensor | None) -> Tensor:

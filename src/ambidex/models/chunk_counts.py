@@ -67,7 +67,8 @@ def placement_of(
     def split(layer_idx: int | None, *, is_mlp: bool) -> WeightSplit:
         gpu, cpu, streamed = sums.get((layer_idx, is_mlp), [1, 0, 0])
         whole = gpu + cpu + streamed
-        return WeightSplit(on_gpu=1.0 - cpu / whole - streamed / whole, on_cpu=cpu / whole, streamed=streamed / whole)
+        on_gpu = max(0.0, 1.0 - cpu / whole - streamed / whole)  # below 0 by rounding where nothing lies there
+        return WeightSplit(on_gpu=on_gpu, on_cpu=cpu / whole, streamed=streamed / whole)
 
     layers = tuple(
         LayerPlacement(attention=split(idx, is_mlp=False), mlp=split(idx, is_mlp=True)) for idx in range(num_layers)

@@ -28,6 +28,7 @@ from ambidex.attention.streamed import LaneBalance, StreamedAttention
 from ambidex.core.errors import LaneError
 from ambidex.core.ids import Lane, RequestId, Tier
 from ambidex.core.model_spec import ModelSpec
+from ambidex.core.selection import ShareDecision
 from ambidex.core.step import ScheduledRequest, SelectionFigures
 from ambidex.kernels import api
 from ambidex.kernels.cpu.native import KeyBatch, ThreadPool
@@ -111,6 +112,7 @@ class DecodeSteps:
         weights: the lanes of divided weights; None: all lie on the accelerator.
         bounded: the bounded policy, by which the CPU lane leaves out keys; None: it attends all of its own.
         clock: times the lanes of each step; None: nobody does.
+        tell: is told how that share changes; None: nobody is.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class DecodeSteps:
         weights: WeightLanes | None = None,
         bounded: BoundedScan | None = None,
         clock: LaneClock | None = None,
+        tell: Callable[[ShareDecision], None] | None = None,
     ) -> None:
         self._model = model
         self._clock = clock
@@ -145,7 +148,7 @@ class DecodeSteps:
         self._weights = weights
         self._weight_handovers: dict[int, WeightHandover] = {}
         self._arena = Arena() if weights is not None else None
-        self._balance = LaneBalance(stream_share) if follows_lanes and stream_share > 0 else None
+        self._balance = LaneBalance(stream_share, tell=tell) if follows_lanes and stream_share > 0 else None
         self._stream = None
         if self._dram is not None and stream_share > 0 and stream_blocks > 0:
             words = StreamWords() if pool.device.type == "cuda" else HostWords()

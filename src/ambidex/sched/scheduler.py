@@ -204,6 +204,11 @@ class Scheduler:
             draft.add_pending(entry, num_tokens, self._kv.table(_lease(entry), num_tokens))
         return self._close(draft, ())
 
+    @property
+    def feedback(self) -> SelectionFeedback | None:
+        """What steers the policy that chooses keys; None: nobody does."""
+        return self._feedback
+
     def withdraw(self, plan: StepPlan) -> None:
         """The last plan of `schedule_ahead` is not carried out."""
         if len(self._in_flight) != 2 or not self._in_flight[-1].is_of(plan):

@@ -10,8 +10,10 @@ import logging
 import torch
 from torch import Tensor
 
+from ambidex.core.ids import KVPart
 from ambidex.kernels.cuda.pinned_view import view_on_gpu
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
+from ambidex.storage.row_home import IN_DRAM, RowHome
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,7 @@ class HostRows:
         dtype: of the numbers.
         device: who reads them besides the host.
         memory: who is asked to pin them.
+        home: where they lie.
 
     Attributes:
         k, v: [L, Hkv, capacity, D] in host memory; `k_there`, `v_there` the same memory as the device sees it.
@@ -32,6 +35,7 @@ class HostRows:
         base: [Hkv, 1] on the device, where each head begins among the rows of a layer side by side.
     Raises:
         RuntimeError: torch's, or the driver's words: there is no such memory, or it cannot be pinned.
+        TierFullError: the system maps no more memory.
     """
 
     def __init__(
@@ -42,10 +46,12 @@ class HostRows:
         dtype: torch.dtype,
         device: torch.device,
         memory: HostMemory = HOST_MEMORY,
+        home: RowHome = IN_DRAM,
     ) -> None:
         num_layers, num_heads, head_dim = shape
-        self.k = torch.empty((num_layers, num_heads, capacity, head_dim), dtype=dtype)
-        self.v = torch.empty_like(self.k)
+        self.home = home
+        self.k = home.allocate(KVPart.K, (num_layers, num_heads, capacity, head_dim), dtype)
+        self.v = home.allocate(KVPart.V, (num_layers, num_heads, capacity, head_dim), dtype)
         self.length = 0
         self.base = torch.arange(num_heads, device=device)[:, None] * capacity
         self.k_there, self.v_there = self.k, self.v

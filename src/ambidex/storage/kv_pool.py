@@ -6,6 +6,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 import torch
@@ -18,6 +19,7 @@ from ambidex.core.kv_spec import KVSpec
 from ambidex.core.units import format_size
 from ambidex.kernels import api
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
+from ambidex.storage.slow_tier import SlowTier
 
 TORCH_DTYPES: Final[Mapping[DType, torch.dtype]] = {
     DType.FP32: torch.float32,
@@ -39,6 +41,8 @@ class KVPool(ABC):
         pinned: ask for pinned host memory; `is_pinned` and `pin_refusals` (a reason for each tensor) say what came of
             it. Host memory is asked for in huge pages; `page_refusal` says why the system gives none.
         memory: who is asked.
+        parts: K and V where they were allocated already, each [L, Hkv, N, P, row_size].
+        slow: makes reads of a part of it slower.
     Raises:
         TierFullError: the device has not that many bytes.
     """
@@ -52,13 +56,16 @@ class KVPool(ABC):
         device: torch.device,
         pinned: bool,
         memory: HostMemory = HOST_MEMORY,
+        parts: Mapping[KVPart, Tensor] | None = None,
+        slow: SlowTier | None = None,
     ) -> None:
         self.spec = spec
         self.tier = tier
         self.num_blocks = num_blocks
         self.device = device
-        self.k = self._allocate()  # [L, Hkv, N, P, row_size]
-        self.v = self._allocate()  # [L, Hkv, N, P, row_size]
+        self.slow = slow
+        self.k = self._allocate() if parts is None else parts[KVPart.K]  # [L, Hkv, N, P, row_size]
+        self.v = self._allocate() if parts is None else parts[KVPart.V]  # [L, Hkv, N, P, row_size]
         self._layers = tuple(zip(self.k, self.v, strict=True))
         self.page_refusal = memory.advise(self.k) or memory.advise(self.v) if device.type == "cpu" else None
         self._memory = memory
@@ -84,6 +91,21 @@ class KVPool(ABC):
     def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer, each [Hkv, N, P, row_size], in the pool's order; views."""
         return self._layers[layer_idx]
+
+    def reading(
+        self, part: KVPart, layer_idx: int, block_ids: Tensor, *, rows_per_block: float
+    ) -> AbstractContextManager[None]:
+        """Read rows of K or V on the host within this: where memory is emulated, they take as long as it would.
+
+        Args:
+            block_ids: [n] int64, those that are read, repeated as often as other rows of them are.
+            rows_per_block: rows of all KV heads that are read, for each id.
+        """
+        if self.slow is None:
+            return nullcontext()
+        ids = block_ids.to("cpu")
+        num_bytes = len(ids) * rows_per_block * self.spec.row_size * self.spec.dtype.num_bytes
+        return self.slow.reading(self.slow.bytes_of_rows(part, layer_idx, ids, rows_per_block), num_bytes)
 
     @abstractmethod
     def store(self, layer_idx: int, slots: Tensor, k: Tensor, v: Tensor) -> None:

@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import numpy as np
@@ -43,13 +43,23 @@ class SavedBlocks:
         identity: names all that K and V depend on beside the tokens.
         pools: the KV of each tier.
         copy: how a block is copied between two pools.
+        locate: the block of a pool that the control plane's block is.
     """
 
-    def __init__(self, folder: BlockFolder, identity: bytes, pools: Mapping[Tier, KVPool], *, copy: CopyBlock) -> None:
+    def __init__(
+        self,
+        folder: BlockFolder,
+        identity: bytes,
+        pools: Mapping[Tier, KVPool],
+        *,
+        copy: CopyBlock,
+        locate: Callable[[BlockRef], BlockRef],
+    ) -> None:
         self._folder = folder
         self._identity = identity
         self._pools = {tier: pool for tier, pool in pools.items() if pool.num_blocks}
         self._copy = copy
+        self._locate = locate
         self._scratch: dict[KVSpec, KVPool] = {}
         self._pending: dict[bytes, int] = {}
         self._jobs: queue.SimpleQueue[tuple[BlockHead, memoryview] | None] = queue.SimpleQueue()
@@ -104,6 +114,7 @@ class SavedBlocks:
         """
         if block.key in self._folder or block.key in self._pending:
             return True
+        place = self._locate(place)
         pool = self._pools[place.tier]
         num_bytes = pool.spec.bytes_per_block
         if self._pending and sum(self._pending.values()) + num_bytes > MAX_PENDING_BYTES:
@@ -132,6 +143,7 @@ class SavedBlocks:
             CopyError: it could not be copied.
         """
         begun_s = time.perf_counter()
+        place = self._locate(place)
         try:
             head, payload = read_block_file(self._folder.path_of(block.key, block.block_idx))
             scratch = self._check(block, head)

@@ -119,6 +119,8 @@ class TileRing:
             self._used[buffer].wait()
             for source, to in zip(self._pool.layer_tensors(layer_idx), self._views(buffer, blocks), strict=True):
                 self._copy(source, to, blocks)
+            if self._pool.slow is not None:
+                self._pool.slow.delay_stream(self._pool.slow.bytes_of_blocks(layer_idx, blocks.ids))
             self._arrived[buffer].set()
         self._num_sent += 1
 

@@ -25,6 +25,7 @@ class TileWriter:
         self._device = device
         self._stream = SideStream(device)
         self._jobs: Tensor | None = None
+        self._written: list[tuple[int, int]] = []  # blocks that get new rows, and how many
         self._held: tuple[Tensor, ...] = ()  # rows that are being read on the other stream
 
     def begin(self, requests: Sequence[ScheduledRequest]) -> None:
@@ -35,6 +36,7 @@ class TileWriter:
         self.join()
         jobs = make_jobs(requests, self._pool)
         self._jobs = torch.tensor(jobs, dtype=torch.int64).to(self._device, non_blocking=True) if jobs else None
+        self._written = [(block_id, stop - first) for _, block_id, first, stop in jobs]
 
     def write(self, layer_idx: int, k: Tensor, v: Tensor) -> None:
         """Write those of the step's rows [T, Hkv, D] that belong here, in a floating format.
@@ -50,6 +52,12 @@ class TileWriter:
             self._pool.write_rows(
                 slice(layer_idx, layer_idx + 1), self._jobs, k.transpose(0, 1)[None], v.transpose(0, 1)[None]
             )
+            slow = self._pool.slow
+            if slow is not None:
+                share = 1 / self._pool.spec.block_size
+                slow.delay_stream(
+                    sum(share * num * slow.bytes_of_blocks(layer_idx, [block_id]) for block_id, num in self._written)
+                )
 
     def join(self) -> None:
         """What the current stream is given from now on finds all rows written."""

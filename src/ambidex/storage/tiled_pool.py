@@ -1,5 +1,6 @@
 """`TiledKVPool`: a pool in host memory in tile order, which the native CPU attention reads at the speed of the bus."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -13,6 +14,7 @@ from ambidex.kernels.dispatch import choose
 from ambidex.kernels.reference import kv_tiles
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
 from ambidex.storage.kv_pool import TORCH_DTYPES, KVPool
+from ambidex.storage.slow_tier import SlowTier
 
 
 class TiledKVPool(KVPool):
@@ -31,8 +33,12 @@ class TiledKVPool(KVPool):
         native: AttentionPool,
         pinned: bool,
         memory: HostMemory = HOST_MEMORY,
+        parts: Mapping[KVPart, Tensor] | None = None,
+        slow: SlowTier | None = None,
     ) -> None:
-        super().__init__(spec, tier, num_blocks, device=torch.device("cpu"), pinned=pinned, memory=memory)
+        super().__init__(
+            spec, tier, num_blocks, device=torch.device("cpu"), pinned=pinned, memory=memory, parts=parts, slow=slow
+        )
         self.native = native
         scales = (spec.num_layers, spec.num_kv_heads, num_blocks, spec.block_size)
         self.k_scales = torch.empty(scales) if spec.dtype.num_scale_bytes else None  # [L, Hkv, N, P] fp32

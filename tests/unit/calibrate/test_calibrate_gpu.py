@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from ambidex.calibrate import cpu, gpu
-from ambidex.calibrate.run import calibrate, part_names
+from ambidex.calibrate.run import calibrate, measured_nodes, part_names
 from ambidex.core.dtypes import GPU_WEIGHT_KINDS
 from ambidex.hw.profile import Machine
 from ambidex.hw.profile_file import read_profile
+from ambidex.hw.topology import read_topology
 from ambidex.kernels.cpu.native import ThreadPool
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +35,7 @@ def test_handovers_and_reads_beside_copies_have_times_of_a_machine() -> None:
 def test_a_profile_of_a_gpu_machine_has_all_parts(tmp_path: Path) -> None:
     machine = Machine(cpu="Some CPU", cores=2, gpu="Some GPU")
     parts = list(calibrate(tmp_path / "profile.json", machine, num_threads=2, num_bytes=256 * 2**20))
-    assert tuple(part.name for part in parts) == part_names(has_gpu=True)
+    assert tuple(part.name for part in parts) == part_names(has_gpu=True, node_ids=measured_nodes(read_topology()))
     profile = read_profile(tmp_path / "profile.json")
     assert profile.gpu is not None
     assert profile.link is not None

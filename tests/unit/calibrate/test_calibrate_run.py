@@ -12,13 +12,14 @@ from click.testing import CliRunner
 
 from ambidex.calibrate import cpu, run
 from ambidex.calibrate.launches import measure_launches
-from ambidex.calibrate.run import calibrate, part_names
+from ambidex.calibrate.run import calibrate, measured_nodes, part_names
 from ambidex.cli.calibrate import show
 from ambidex.cli.main import AmbidexCommand
 from ambidex.cli.services import Services
 from ambidex.core.dtypes import WEIGHT_BLOCKS, DType
 from ambidex.hw.profile import Machine
 from ambidex.hw.profile_file import read_profile
+from ambidex.hw.topology import read_topology
 from ambidex.kernels.cpu.native import ThreadPool
 from ambidex.kernels.linear import LinearContext, LinearOp
 
@@ -41,12 +42,17 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_all_parts_are_measured_into_a_profile_of_this_machine(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     parts = list(calibrate(path, HERE, num_threads=1, num_bytes=SMALL))
-    assert tuple(part.name for part in parts) == part_names(has_gpu=False)
+    assert tuple(part.name for part in parts) == part_names(has_gpu=False, node_ids=measured_nodes(read_topology()))
     profile = read_profile(path)
     profile.check_machine(HERE)
     assert set(profile.cpu.products.curves) == set(WEIGHT_BLOCKS)
     assert set(profile.cpu.attention_bytes_per_s) == set(DType)
     assert (profile.gpu, profile.link) == (None, None)
+    nodes = {node.node_id: node for node in read_topology().numa_nodes}
+    for rates in profile.nodes:
+        assert rates.read_bytes_per_s > 0
+        assert rates.to_gpu_bytes_per_s is None
+        assert rates.is_memory_only == nodes[rates.node_id].is_memory_only
     assert [child.name for child in tmp_path.iterdir()] == ["profile.json"]
     assert all(show(part.name, part.value) for part in parts)
 

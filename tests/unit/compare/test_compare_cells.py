@@ -66,6 +66,11 @@ def test_grid_has_every_point_once_and_quality_once_a_context() -> None:
     assert all(len({(cell.kind, cell.variant, cell.kv_gpu_tokens) for cell in group}) == 1 for group in groups)
 
 
+def test_grid_of_one_kind_has_nothing_else() -> None:
+    cells = [cell for group in make_grid(kinds=(CellKind.SPEED,)).cells(EngineConfig(model="none")) for cell in group]
+    assert {cell.kind for cell in cells} == {CellKind.SPEED}
+
+
 def test_key_changes_with_what_figures_depend_on() -> None:
     groups = make_grid().cells(EngineConfig(model="m"))
     same = make_grid(budgets=[16, None]).cells(EngineConfig(model="m"))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,17 @@ import pytest
 
 from ambidex.core.errors import ConfigError
 from ambidex.hw.presets import CPUS, GPUS, LINKS, make_profile
-from ambidex.hw.profile import Curve, Machine, Products
+from ambidex.hw.profile import Curve, Machine, NodeRates, Products
 from ambidex.hw.profile_file import default_path, parse_profile, profile_json, read_profile, write_json
 
 PROFILE = dataclasses.replace(
     make_profile("rtx4090", "ddr5-2ch", "pcie4x16"),
     machine=Machine(cpu="Some CPU", cores=8, gpu="Some GPU"),
     date="now",
+    nodes=(
+        NodeRates(node_id=0, is_memory_only=False, read_bytes_per_s=2e10, latency_s=9e-8, to_gpu_bytes_per_s=2.5e10),
+        NodeRates(node_id=1, is_memory_only=True, read_bytes_per_s=1e10, latency_s=None, to_gpu_bytes_per_s=None),
+    ),
 )
 
 
@@ -46,6 +51,31 @@ def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
     write_json(path, profile_json(PROFILE))
     assert read_profile(path) == PROFILE
     assert [child.name for child in path.parent.iterdir()] == ["profile.json"]
+
+
+def test_a_profile_without_nodes_is_read_as_one_that_has_none() -> None:
+    value = profile_json(PROFILE)
+    del value["nodes"]
+    assert parse_profile(json.loads(json.dumps(value)), where="it") == dataclasses.replace(PROFILE, nodes=())
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said"),
+    [
+        ({}, "`nodes` is '{}': it must be a list"),
+        ([3], "`nodes` 0 is not a JSON object"),
+        ([{"node_id": 0}], "`nodes` 0: `is_memory_only` is 'None': it must be true or false"),
+        ([{"node_id": 0, "is_memory_only": True, "read_bytes_per_s": -1}], "must be above 0"),
+        (
+            [{"node_id": 0, "is_memory_only": True, "read_bytes_per_s": 1, "latency_s": 0, "to_gpu_bytes_per_s": None}],
+            "`latency_s` is 0.0: it must be above 0",
+        ),
+    ],
+)
+def test_nodes_that_are_none_are_refused(nodes: object, said: str) -> None:
+    value = {**json.loads(json.dumps(profile_json(PROFILE))), "nodes": nodes}
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        parse_profile(value, where="it")
 
 
 def _without(*keys: str) -> dict[str, Any]:

@@ -5,12 +5,8 @@ import pytest
 from machine_tree import V1_CPU_MOUNT, V2_MOUNT, write_machine
 
 from ambidex.core.errors import ConfigError, MachineError
-from ambidex.hw.topology import NumaNode, check_num_threads, parse_cores, read_topology
-
-
-@pytest.mark.parametrize(("text", "cores"), [("", ()), ("3\n", (3,)), ("0-2,8", (0, 1, 2, 8)), ("0,2-3", (0, 2, 3))])
-def test_parse_cores_gives_every_number(text: str, cores: tuple[int, ...]) -> None:
-    assert parse_cores(text) == cores
+from ambidex.hw.numa import NumaNode
+from ambidex.hw.topology import check_num_threads, read_topology
 
 
 def test_read_topology_takes_model_and_flags_of_the_first_processor(tmp_path: Path) -> None:
@@ -80,7 +76,7 @@ def test_numa_node_without_cores_is_memory_only(tmp_path: Path) -> None:
     }
     nodes = read_topology(write_machine(tmp_path, files)).numa_nodes
     assert nodes == (
-        NumaNode(node_id=0, cores=(0, 1, 2, 3), memory_bytes=1 << 20),
+        NumaNode(node_id=0, cores=(0, 1, 2, 3), memory_bytes=1 << 20, free_bytes=1 << 10),
         NumaNode(node_id=10, cores=(), memory_bytes=2 << 20),
     )
     assert [node.is_memory_only for node in nodes] == [False, True]
@@ -88,7 +84,7 @@ def test_numa_node_without_cores_is_memory_only(tmp_path: Path) -> None:
 
 def test_kernel_without_numa_is_one_node(tmp_path: Path) -> None:
     nodes = read_topology(write_machine(tmp_path)).numa_nodes
-    assert nodes == (NumaNode(node_id=0, cores=(0, 1, 2, 3), memory_bytes=8 << 30),)
+    assert nodes == (NumaNode(node_id=0, cores=(0, 1, 2, 3), memory_bytes=8 << 30, free_bytes=1 << 30),)
 
 
 def test_read_topology_without_proc_names_the_missing_file(tmp_path: Path) -> None:
@@ -98,3 +94,13 @@ def test_read_topology_without_proc_names_the_missing_file(tmp_path: Path) -> No
 
 def test_read_topology_of_this_machine_agrees_with_the_affinity_mask() -> None:
     assert set(read_topology().allowed_cores) == os.sched_getaffinity(0)
+
+
+def test_status_without_allowed_cores_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match="status has no line Cpus_allowed_list"):
+        read_topology(write_machine(tmp_path, {"proc/self/status": "Name:\tpython\n"}))
+
+
+def test_online_cores_that_are_no_list_are_named(tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match="cpu/online says '0-x'"):
+        read_topology(write_machine(tmp_path, {"sys/devices/system/cpu/online": "0-x\n"}))

@@ -23,6 +23,25 @@ def test_levels_let_both_lanes_end_together() -> None:
         assert by_cpu / rates.cpu[num_tokens] == pytest.approx((100 - by_cpu) / rates.link)
 
 
+def test_both_lanes_share_what_dram_gives() -> None:
+    """The CPU alone reads 90 GB/s, but 60 while copies run: with 9 in 12 of the bytes it would end last."""
+    rates = LaneRates(cpu={1: 90e9, 64: 30e9}, link=30e9, most_native_tokens=64, beside=90e9)
+    assert [level.cpu_share for level in rates.levels(on_cpu=100, streamed=0)] == pytest.approx([60 / 90, 30 / 60])
+    odd = LaneRates(cpu={1: 90e9}, link=50e9, most_native_tokens=1, beside=40e9)
+    assert [level.cpu_share for level in odd.levels(on_cpu=100, streamed=0)] == []
+
+
+def test_where_the_cpu_reads_a_part_the_link_is_left_less() -> None:
+    """What travels is read whole: of DRAM it takes more than what the CPU reads of the same neurons."""
+    rates = LaneRates(cpu={1: 300e9}, link=50e9, most_native_tokens=1, beside=100e9, reads=0.25)
+    (level,) = rates.levels(on_cpu=100, streamed=0)
+    assert level.cpu_share == pytest.approx(1 / (1 / 3 + 0.75))
+    cpu_s, dram_s = level.cpu_share / 300e9, (0.25 * level.cpu_share + 1 - level.cpu_share) / 100e9
+    assert cpu_s == pytest.approx(dram_s)
+    slow = LaneRates(cpu={1: 100e9}, link=10e9, most_native_tokens=1, beside=110e9, reads=0.5)
+    assert slow.levels(on_cpu=100, streamed=0)[0].cpu_share == pytest.approx(100 / 110), "the link has no more to give"
+
+
 def test_the_cpu_takes_all_of_its_part_in_steps_that_a_solver_divided_for() -> None:
     levels = LaneRates(cpu={1: 30e9, 8: 30e9, 64: 30e9}, link=30e9, most_native_tokens=8).levels(on_cpu=9, streamed=1)
     kept = keep_whole(levels, 8)

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from ambidex.core.model_spec import Activation
 from ambidex.kernels.cpu.native import ThreadPool
+from ambidex.kernels.cpu.picked import PickedPool
 from ambidex.kernels.linear import LinearContext, LinearOp
 from ambidex.mlp.cuts import SiteShape
+from ambidex.mlp.neuron_cache import NeuronCounts
 from ambidex.mlp.parts import Part, Rows
 from ambidex.mlp.rates import TOKENS
 from ambidex.mlp.screen import Screen
@@ -121,6 +123,37 @@ def test_a_screened_side_gives_what_the_plain_one_gives(num_ins: int) -> None:
     assert 0 < context.counts.num_candidates < 96
     context.screen_costs = measure_screens([(shape, parts, screen)], context)
     assert tuple(context.screen_costs.plain) == TOKENS
+
+
+def test_one_token_that_is_screened_is_one_native_call() -> None:
+    shape = SiteShape(num_in=WIDTH, num_rows=96, num_out=WIDTH, is_neuron_major=True)
+    threads = ThreadPool(2)
+    linear = LinearContext(threads)
+    numbers = make_rows(96 * 2, 8).view(torch.uint8).view(-1)
+    size = shape.num_bytes(48, 4)
+    parts = [
+        Part(Rows(shape, rows, numbers[start : start + size], torch.float32), Activation.RELU, linear)
+        for rows, start in ((range(48), 0), (range(48, 96), size))
+    ]
+    for part in parts:
+        part.bind([torch.full((96,), -20.0)])
+    screen = Screen([rows for part in parts if isinstance(rows := part.numbers.ins[0], Tensor)], linear)
+    x = make_rows(1, 11)
+    plain = SparseContext(linear=linear, num_threads=1, costs=UNION)
+    wanted = SparseSide(shape, parts, plain).compute(x)
+    context = SparseContext(
+        linear=linear, num_threads=1, costs=UNION, screen_costs=ALWAYS, picked=PickedPool(threads)
+    )  # fmt: skip
+    counts = NeuronCounts(torch.zeros(1, dtype=torch.int32), 96)
+    side = SparseSide(shape, parts, context, counts, screen)
+    assert side.picks(1)
+    assert not side.picks(2)
+    assert torch.allclose(side.compute(x), wanted, rtol=1e-5, atol=1e-4)
+    seen, dense = context.counts, plain.counts
+    assert (seen.num_neurons, seen.num_active, seen.num_rows) == (96, dense.num_active, 96)
+    assert 0 < seen.num_active <= seen.num_candidates < 96
+    assert int(counts.far.sum()) == seen.num_active
+    assert torch.allclose(side.compute(make_rows(3, 11))[:1], wanted, rtol=1e-5, atol=1e-4)
 
 
 def test_it_is_screened_where_it_pays_by_what_was_seen() -> None:

@@ -1,12 +1,13 @@
 """HybridGen's feedback on recorded stage times: what it does to the number of keys and to the mode."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
 from ambidex.core.policy import HybridGenMode
-from ambidex.core.selection import SelectionLimits, SelectionSetting, StageTimes
-from ambidex.sched.feedback import STEPS_UNTIL_POST, SelectionFeedback, next_setting
+from ambidex.core.selection import SelectionDecision, SelectionLimits, SelectionSetting, StageTimes
+from ambidex.sched.feedback import STEPS_UNTIL_POST, SelectionFeedback, find_patience, next_setting
 
 POST, PRE = HybridGenMode.POST, HybridGenMode.PRE
 LIMITS = SelectionLimits(floor=100, ceiling=2000)
@@ -25,7 +26,7 @@ def follow(setting: SelectionSetting, shares: list[float], limits: SelectionLimi
 
 @pytest.mark.parametrize(
     ("share", "wanted"),
-    [(0.5, 440), (0.89, 440), (0.9, 400), (0.95, 400), (1.0, 400), (1.01, 360), (5.0, 360)],
+    [(0.5, 440), (0.89, 440), (0.9, 400), (0.95, 400), (1.0, 400), (1.01, 360), (1.2, 133), (5.0, 100)],
 )
 def test_hidden_work_selects_more_and_work_that_shows_less(share: float, wanted: int) -> None:
     got = follow(SelectionSetting(num_selected=400), [share])
@@ -90,3 +91,40 @@ def test_a_step_without_times_changes_nothing() -> None:
     assert feedback.setting == SelectionSetting(num_selected=400)
     feedback.update(times(0.5))
     assert feedback.setting.num_selected == 440
+
+
+def test_scoring_all_again_is_tried_less_often_where_it_does_not_last() -> None:
+    """In post the CPU takes twice the accelerator's time, in pre next to none: each return lasts one step."""
+    setting = SelectionSetting(num_selected=100)
+    modes = []
+    for _ in range(400):
+        setting = next_setting(setting, times(2.0 if setting.mode is POST else 0.1), LIMITS)
+        modes.append(setting.mode)
+    returns = [place for place, (a, b) in enumerate(itertools.pairwise(modes)) if (a, b) == (PRE, POST)]
+    gaps = [b - a for a, b in itertools.pairwise(returns)]
+    assert gaps == [18, 34, 66, 130], "16, 32, … roomy steps in pre, then two in post: one to lower, one to see"
+    assert modes.count(POST) < 0.03 * len(modes)
+
+
+def test_patience_is_short_again_once_scoring_all_has_lasted() -> None:
+    setting = SelectionSetting(num_selected=100, mode=PRE, num_returns=3)
+    setting = follow(setting, [0.1] * 64)
+    assert (setting.mode, find_patience(setting)) == (POST, 128)
+    setting = follow(setting, [0.95] * 130)
+    assert setting.mode is POST
+    setting = follow(setting, [20.0] * 10, replace(LIMITS, may_resize=False))
+    assert (setting.mode, find_patience(setting)) == (PRE, STEPS_UNTIL_POST)
+
+
+def test_held_setting_stays_whatever_is_measured_and_is_let_go() -> None:
+    told: list[SelectionDecision] = []
+    feedback = SelectionFeedback(SelectionSetting(num_selected=400), LIMITS, tell=told.append)
+    held = SelectionSetting(num_selected=7, mode=PRE)
+    feedback.hold(held)
+    feedback.update(times(0.1))
+    assert feedback.setting == held
+    assert not told
+    feedback.follow(SelectionSetting(num_selected=400))
+    feedback.update(times(0.1))
+    assert feedback.setting.num_selected == 440
+    assert [decision.after for decision in told] == [feedback.setting]

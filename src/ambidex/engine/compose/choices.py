@@ -1,7 +1,7 @@
 """What a model, its settings and this machine make of each other, before anything large is allocated."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -27,6 +27,7 @@ from ambidex.cost.weights import DIVIDED_ON_CPU, DIVIDED_ON_GPU, PLAIN, WHOLE_ON
 from ambidex.engine.auto_placement import AUTO, AutoPlacement, Budgets, solve_weights
 from ambidex.engine.bounded_form import BoundedForm, choose_bounded_form
 from ambidex.engine.chosen_policy import ChosenPolicy, choose_policy
+from ambidex.engine.compose.cxl import CxlTier, choose_cxl
 from ambidex.engine.compose.sparsity import SparsityChoice, choose_sparsity
 from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
 from ambidex.engine.lane_preset import streamed_share
@@ -75,6 +76,7 @@ from ambidex.models.site_plans import (
 )
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.device import TORCH_DTYPES, activation_dtype, choose_device, choose_dtype, keeps_quantized
+from ambidex.storage.host_memory import HostMemory
 
 CPU_SPIN_US: Final = 300
 """How long native threads look for work before they sleep when the accelerator is the CPU: longer than what Python and
@@ -109,7 +111,10 @@ class Choices:
     stream: StreamBuffers | None
     weights: "WeightChoices"
     sparsity: SparsityChoice | None
+    cxl: CxlTier
     memory: MemoryPlan
+    plan: Callable[[CxlTier], MemoryPlan]
+    """Divides the budgets anew, for another CXL tier."""
 
     def most_running(self, config: EngineConfig) -> int:
         """Requests of a step: as many as are allowed, or as the rule of a policy has chosen."""
@@ -162,6 +167,7 @@ def make_choices(
     weight_ring: RingSizes | None,
     profile: HardwareProfile | None,
     dummy_kind: str | None,
+    host_memory: HostMemory,
 ) -> Choices:
     source = find_model(config.model)
     spec = read_spec(source)
@@ -169,6 +175,7 @@ def make_choices(
     policy = make_policy(chosen.settings, spec)  # refuses a model that it cannot serve before anything is loaded
     device = choose_device(config.device)
     is_cuda = device.type == "cuda"
+    cxl = choose_cxl(config, host_memory)
     num_threads = choose_num_threads(config, device)
     lane_spin_us = LANE_SPIN_US if config.mlp_sparsity == OFF else SPARSE_SPIN_US
     threads = make_threads(num_threads, spin_us=lane_spin_us if is_cuda else CPU_SPIN_US)
@@ -190,6 +197,8 @@ def make_choices(
     )
     sparsity = choose_sparsity(config, spec, source, skeleton)
     form, form_why = (decode_form, "asked for") if decode_form else _choose_decode_form(config, spec, device, threads)
+    if cxl.slow is not None and decode_form is None:
+        form, form_why = DecodeForm.ORDINARY, "reads of the emulated CXL tier are paced layer by layer"
     if sparsity is not None and form is DecodeForm.PROGRAM:
         form, form_why = DecodeForm.ORDINARY, "which neurons are skipped is known only in the step"
     has_row_ops = is_cuda or form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
@@ -198,7 +207,7 @@ def make_choices(
     if not config.policy.attends_all and not bounded.is_native:
         form, form_why = decode_form or DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
     activations = activation_dtype(dtype, device)
-    free = _free_memory(device)
+    free = _free_memory(device, cxl)
     can_step_stream = config.stream_percent != 0 and not bounded.is_native and why_no_stream(spec, kv.specs) is None
     stream = None
     if (
@@ -225,6 +234,21 @@ def make_choices(
     )  # fmt: skip
     if weights.placement is not None:
         check_placement(config, looks_ahead=Need.LOOK_AHEAD in policy.needs, placement=weights.placement)
+
+    def plan(tier: CxlTier) -> MemoryPlan:
+        return plan_memory(
+            config,
+            spec,
+            kv.specs,
+            free=free,
+            weights=weights.bytes,
+            fixed=fixed,
+            scan_bytes=bounded.scan_bytes(kv.specs),
+            mapping=tier.mapping,
+            cxl_bytes=tier.num_bytes,
+            num_near_v=chosen.settings.exact_layers or 0,
+        )
+
     return Choices(
         source=source,
         spec=spec,
@@ -242,15 +266,9 @@ def make_choices(
         stream=stream,
         weights=weights,
         sparsity=sparsity,
-        memory=plan_memory(
-            config,
-            spec,
-            kv.specs,
-            free=free,
-            weights=weights.bytes,
-            fixed=fixed,
-            scan_bytes=bounded.scan_bytes(kv.specs),
-        ),
+        cxl=cxl,
+        memory=plan(cxl),
+        plan=plan,
     )
 
 
@@ -439,8 +457,24 @@ def make_threads(num_threads: int, *, spin_us: int) -> ThreadPool | None:
         return None
 
 
-def _free_memory(device: torch.device) -> FreeMemory:
-    dram = read_memory().usable_bytes
+def _free_memory(device: torch.device, cxl: CxlTier) -> FreeMemory:
+    """What is free beside what the CXL tier takes of it, or has for itself.
+
+    Raises:
+        ConfigError: it is emulated in DRAM, and there is not so much.
+    """
+    memory = read_memory()
+    dram = memory.usable_bytes
+    if cxl.nodes is not None:
+        limit = memory.limit.free_bytes - cxl.num_bytes if memory.limit is not None else dram
+        dram = max(0, min(memory.available_bytes - cxl.node_free_bytes, limit))
+    elif cxl.num_bytes > dram:
+        raise ConfigError(
+            f"`cxl_memory` is {format_size(cxl.num_bytes)}, emulated in DRAM: {format_size(dram)} are free on this "
+            f"machine"
+        )
+    else:
+        dram -= cxl.num_bytes
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return FreeMemory(accelerator=free, dram=dram, is_shared=False)

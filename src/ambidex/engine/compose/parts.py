@@ -5,10 +5,13 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from ambidex.attention.bounded_scan import BoundedScan, WaitWritten
 from ambidex.attention.chunk_stream import MIN_STREAMED_QUERIES, ChunkStream
 from ambidex.attention.early_decode import EarlyDecode
+from ambidex.attention.paced import PacedReader
+from ambidex.attention.readers import Reader
 from ambidex.attention.row_store import RowStore
 from ambidex.attention.select.policy import Need
 from ambidex.attention.select.registry import make_policy
@@ -18,11 +21,12 @@ from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import EngineConfig
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError
-from ambidex.core.ids import Tier
+from ambidex.core.ids import KVPart, Tier
 from ambidex.core.kv_spec import KVOrder
 from ambidex.core.policy import HybridGenFeedback, PolicyName
 from ambidex.core.selection import SelectionLimits, SelectionSetting
 from ambidex.engine.compose.choices import Choices, decode_buckets
+from ambidex.engine.compose.control import Decision
 from ambidex.engine.compose.weights import Divided
 from ambidex.engine.tuned_world import EngineWorld, FixedMemory
 from ambidex.engine.weight_tuner import WeightTuner
@@ -42,7 +46,9 @@ from ambidex.sched.feedback import SelectionFeedback
 from ambidex.storage.host_memory import HostMemory
 from ambidex.storage.kv_pool import KVPool, RowKVPool
 from ambidex.storage.lane_clock import LaneClock
+from ambidex.storage.row_home import RowHome
 from ambidex.storage.scan_copy import ScanCopy
+from ambidex.storage.slow_tier import SlowTier
 from ambidex.storage.tile_writer import TileWriter
 from ambidex.storage.tiled_pool import TiledKVPool
 
@@ -64,6 +70,7 @@ def make_decode_steps(
     divided: Divided | None,
     bounded: BoundedScan | None,
     clock: LaneClock | None,
+    tell: Callable[[Decision], None] | None,
 ) -> FixedSteps | None:
     if choices.decode_form is DecodeForm.PROGRAM:
         return ProgramSteps(
@@ -90,6 +97,7 @@ def make_decode_steps(
         weights=None if divided is None else divided.lanes,
         bounded=bounded,
         clock=clock,
+        tell=tell,
     )
 
 
@@ -139,7 +147,7 @@ def make_tuner(
     )
 
 
-def make_feedback(choices: Choices) -> SelectionFeedback | None:
+def make_feedback(choices: Choices, tell: Callable[[Decision], None] | None) -> SelectionFeedback | None:
     """What steers the policy by measured times; None: nothing does.
 
     Raises:
@@ -157,6 +165,7 @@ def make_feedback(choices: Choices) -> SelectionFeedback | None:
     return SelectionFeedback(
         SelectionSetting(num_selected=max(given or floor, floor), mode=settings.hybridgen_mode),
         SelectionLimits(floor=floor, ceiling=max_context_len, may_resize=feedback is HybridGenFeedback.FULL),
+        tell=tell,
     )
 
 
@@ -220,21 +229,44 @@ def find_no_stream(choices: Choices, pools: Mapping[Tier, KVPool]) -> str | None
     return why_no_stream(choices.spec, choices.kv.specs)
 
 
-def make_pools(choices: Choices, memory: HostMemory) -> dict[Tier, KVPool]:
-    """The pool of each tier, in the order of its format; those in tile order share their native threads."""
-    specs, blocks = choices.kv.specs, choices.memory.num_blocks
+def make_pools(
+    choices: Choices, memory: HostMemory, host_parts: Mapping[KVPart, Tensor] | None = None
+) -> dict[Tier, KVPool]:
+    """The accelerator's pool and the host's, in the order of their format; those in tile order share native threads.
+
+    That of `Tier.DRAM` is the host's, also where some of it lies in the CXL tier.
+
+    Args:
+        host_parts: K and V of the host's pool, if they were allocated before.
+    """
+    specs, layout = choices.kv.specs, choices.memory.host.layout
+    blocks = {Tier.GPU: choices.memory.num_blocks[Tier.GPU], Tier.DRAM: layout.num_blocks}
+    slow = None
+    if choices.cxl.slow is not None:
+        slow = SlowTier(choices.cxl.slow, specs[Tier.DRAM], layout, choices.device)
     is_tiled = KVOrder.TILES in {spec.order for spec in specs.values()}
     threads = AttentionPool(choices.threads) if is_tiled and choices.threads is not None else None
     is_pinned = choices.device.type == "cuda" and blocks[Tier.DRAM] > 0
 
-    def make(tier: Tier, device: torch.device, *, pinned: bool) -> KVPool:
+    def make(
+        tier: Tier,
+        device: torch.device,
+        *,
+        pinned: bool,
+        parts: Mapping[KVPart, Tensor] | None = None,
+        slow: SlowTier | None = None,
+    ) -> KVPool:
         if threads is not None and specs[tier].order is KVOrder.TILES:
-            return TiledKVPool(specs[tier], tier, blocks[tier], native=threads, pinned=pinned, memory=memory)
-        return RowKVPool(specs[tier], tier, blocks[tier], device=device, pinned=pinned, memory=memory)
+            return TiledKVPool(
+                specs[tier], tier, blocks[tier], native=threads, pinned=pinned, memory=memory, parts=parts, slow=slow
+            )
+        return RowKVPool(
+            specs[tier], tier, blocks[tier], device=device, pinned=pinned, memory=memory, parts=parts, slow=slow
+        )
 
     return {
         Tier.GPU: make(Tier.GPU, choices.device, pinned=False),
-        Tier.DRAM: make(Tier.DRAM, torch.device("cpu"), pinned=is_pinned),
+        Tier.DRAM: make(Tier.DRAM, torch.device("cpu"), pinned=is_pinned, parts=host_parts, slow=slow),
     }
 
 
@@ -243,8 +275,9 @@ def make_attention(
 ) -> TieredAttention:
     """Attention over both pools, on a GPU with what carries keys and rows between DRAM and it."""
     spec, pool, device = choices.spec, pools[Tier.DRAM], choices.device
+    wrap = _pacing(pool, trace.wrap)
     if choices.stream is None or not isinstance(pool, TiledKVPool) or pool.num_blocks == 0:
-        return TieredAttention(spec, pools, wrap=trace.wrap, cpu_lane=trace.cpu_lane)
+        return TieredAttention(spec, pools, wrap=wrap, cpu_lane=trace.cpu_lane)
     stream = ChunkStream(
         pool,
         device=device,
@@ -255,17 +288,34 @@ def make_attention(
         min_queries=min_streamed or MIN_STREAMED_QUERIES,
     )
     writer = TileWriter(pool, device) if pool.is_within_reach(device) else None
-    return TieredAttention(spec, pools, wrap=trace.wrap, cpu_lane=trace.cpu_lane, stream=stream, writer=writer)
+    return TieredAttention(spec, pools, wrap=wrap, cpu_lane=trace.cpu_lane, stream=stream, writer=writer)
+
+
+def _pacing(pool: KVPool, wrap: Callable[[Tier, Reader], Reader] | None) -> Callable[[Tier, Reader], Reader] | None:
+    """What stands in for the readers: the host's is paced where a part of its pool plays slower memory."""
+    slow = pool.slow
+    if slow is None:
+        return wrap
+
+    def paced(tier: Tier, reader: Reader) -> Reader:
+        reader = PacedReader(reader, pool, slow) if tier is Tier.DRAM else reader
+        return reader if wrap is None else wrap(tier, reader)
+
+    return paced
 
 
 def with_policy(
-    config: EngineConfig, choices: Choices, model: CausalLM, exact: TieredAttention
+    config: EngineConfig, choices: Choices, model: CausalLM, exact: TieredAttention, host_memory: HostMemory
 ) -> TieredAttention | SelectiveAttention:
-    """Attention whose keys a policy chooses; with `exact` the very object that attends all."""
+    """Attention whose keys a policy chooses; with `exact` the very object that attends all.
+
+    Args:
+        host_memory: who is asked for what the policy keeps in host memory.
+    """
     settings = choices.policy.settings
     if settings.is_exact or choices.bounded.is_native:
         return exact
-    formats = {choices.kv.specs[tier].dtype for tier, count in choices.memory.num_blocks.items() if count}
+    formats = {pool.spec.dtype for pool in exact.pools.values() if pool.num_blocks}
     if settings.name is PolicyName.BOUNDED and len(formats) > 1:
         raise ConfigError(
             f"`policy` bounded needs K and V in one number format, the tiers keep them in "
@@ -275,12 +325,15 @@ def with_policy(
     look_ahead = LookAhead(model, choices.spec.num_layers) if Need.LOOK_AHEAD in policy.needs else None
     early = None
     has_rows = len(formats) == 1 and DType.INT8 not in formats
-    row_store = RowStore(choices.spec, exact.pools) if has_rows else None
+    home = RowHome(
+        choices.memory.host.layout, nodes=choices.cxl.nodes, slow=exact.pools[Tier.DRAM].slow, memory=host_memory
+    )
+    row_store = RowStore(choices.spec, exact.pools, home) if has_rows else None
     if settings.name is PolicyName.HYBRIDGEN and look_ahead is not None and row_store is not None:
         assert settings.near_tokens is not None, "settings of hybridgen"
         early = EarlyDecode(
             choices.spec,
-            TieredAttention(choices.spec, exact.pools),
+            TieredAttention(choices.spec, exact.pools, wrap=_pacing(exact.pools[Tier.DRAM], None)),
             look_ahead,
             row_store,
             num_near=settings.near_tokens,

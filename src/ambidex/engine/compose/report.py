@@ -6,9 +6,18 @@ from ambidex.core.config import EngineConfig
 from ambidex.core.errors import NativeModuleError
 from ambidex.core.ids import Tier
 from ambidex.engine.compose.choices import Choices
+from ambidex.engine.compose.host import cxl_rows
 from ambidex.engine.compose.sparsity import cache_rows, sparsity_rows
 from ambidex.engine.compose.weights import Divided
-from ambidex.engine.fallbacks import Fallbacks, note_kernels, note_memory, note_native, note_no_link, note_threads
+from ambidex.engine.fallbacks import (
+    Fallbacks,
+    note_cxl,
+    note_kernels,
+    note_memory,
+    note_native,
+    note_no_link,
+    note_threads,
+)
 from ambidex.engine.policy_report import policy_rows
 from ambidex.engine.report import EngineReport, ReportRow
 from ambidex.engine.start_report import PoolFacts, make_report
@@ -42,6 +51,7 @@ def collect_fallbacks(
     if divided is not None and divided.page_refusal is not None:
         page_refusals[Tier.DRAM] = divided.page_refusal
     note_memory(found, pin_refusals, page_refusals)
+    note_cxl(found, choices.cxl.refusals)
     if choices.device.type != "cuda":
         note_no_link(found, config.policy)
     return found
@@ -76,7 +86,8 @@ def _placement_rows(choices: Choices, divided: Divided | None) -> list[ReportRow
                 section="compute",
                 name="weights_cpu_share",
                 value=f"of the CPU's part it multiplies {', '.join(levels)} tokens a step; the rest goes over the link",
-                why=f"the link brings {rates.link / 1e9:.1f} GB/s, the CPU multiplies {cpu} tokens (GB/s)",
+                why=f"the link brings {rates.link / 1e9:.1f} GB/s, the CPU multiplies {cpu} tokens (GB/s), "
+                f"both together {rates.beside / 1e9:.0f}",
             )
         )
     return rows
@@ -93,6 +104,9 @@ def describe(
 ) -> EngineReport:
     is_cuda = choices.device.type == "cuda"
     sparse = None if divided is None else divided.sparse
+    host = choices.memory.host
+    num_blocks = {**choices.memory.num_blocks, Tier.DRAM: host.layout.num_near}
+    num_bytes = {Tier.GPU: pools[Tier.GPU].num_bytes, **host.bytes_of(host.num_blocks)}
     return make_report(
         config,
         model_name=choices.source.name,
@@ -122,12 +136,13 @@ def describe(
         memory=choices.memory,
         pools={
             tier: PoolFacts(
-                num_blocks=pool.num_blocks,
-                num_bytes=pool.num_bytes,
+                num_blocks=num_blocks[tier],
+                num_bytes=num_bytes[tier],
                 device=str(pool.device),
                 is_pinned=pool.is_pinned if is_cuda and tier is Tier.DRAM else None,
             )
             for tier, pool in pools.items()
         },
+        cxl=cxl_rows(choices),
         fallbacks=fallbacks.rows,
     )

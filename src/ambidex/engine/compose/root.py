@@ -1,7 +1,7 @@
 """The composition root: settings → every object, by hand and in order. Only this package sees both planes."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -10,7 +10,9 @@ from ambidex.core.config import EngineConfig
 from ambidex.core.ids import Tier
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.regions import Regions
-from ambidex.engine.compose.choices import make_choices
+from ambidex.engine.compose.choices import Choices, make_choices
+from ambidex.engine.compose.control import open_control_trace
+from ambidex.engine.compose.host import paced_copy, place_host
 from ambidex.engine.compose.parts import (
     choose_stream_share,
     make_attention,
@@ -26,7 +28,7 @@ from ambidex.engine.compose.sessions import find_identity, make_sessions
 from ambidex.engine.compose.weights import Progress, load_model
 from ambidex.engine.core import EngineCore
 from ambidex.engine.engine import Engine
-from ambidex.engine.executor import Executor
+from ambidex.engine.executor import Executor, Launch
 from ambidex.engine.lane_preset import follow_preset
 from ambidex.engine.report import EngineFigures
 from ambidex.engine.sessions import check_session_folder
@@ -43,6 +45,7 @@ from ambidex.models.weight_moves import CopyChunk, copy_chunk
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.device import choose_device
 from ambidex.runner.graphs import Capture, CudaCapture
+from ambidex.runner.host_blocks import HostIds, MergedExecutor
 from ambidex.runner.runner import Forward, ModelRunner, call_model
 from ambidex.runner.sampler import Sampler
 from ambidex.runner.torch_threads import TorchThreads
@@ -103,6 +106,7 @@ def build_engine(
     check_session_folder(config)
     config = follow_preset(config, has_link=choose_device(config.device).type == "cuda")
     tracer = open_tracer(config.trace)
+    tell = open_control_trace(config.control_trace)
     choices = make_choices(
         config,
         decode_form,
@@ -110,13 +114,15 @@ def build_engine(
         weight_ring=weight_ring,
         profile=profile,
         dummy_kind=dummy_kind,
+        host_memory=host_memory,
     )
+    choices, host_parts = place_host(choices, host_memory)
     tokenizer = load_tokenizer(choices.source)
     eos_ids = _eos_ids(choices.spec, tokenizer)
     torch.set_num_threads(choices.num_threads)
     clock = LaneClock() if config.tune_weights else None
     model, divided = load_model(config, choices, progress, host_memory, cpu_levels, clock, shape_dummy)
-    pools = make_pools(choices, host_memory)
+    pools = make_pools(choices, host_memory, host_parts)
     fallbacks = collect_fallbacks(config, choices, pools, None if divided is None else divided.weights)
     identity = find_identity(config, choices)
     kv_manager = KVManager(
@@ -129,30 +135,34 @@ def build_engine(
             identity=identity.text,
             is_saved=config.session_dir is not None,
         ),
+        # What one step may add of its own and what it may demote.
+        num_kept_free=2 * -(-config.max_tokens_per_step // config.block_size),
     )
+    copy = copy if choices.cxl.slow is None else paced_copy(copy)
     checksums = BlockChecksums(pools[Tier.DRAM]) if config.verify else None
     copy = copy if checksums is None else VerifiedCopy(copy, checksums)
-    sessions = make_sessions(config, identity, pools, copy, kv_manager, lambda: core.stats)
+    ids = HostIds(choices.memory.host.layout.num_near)
+    sessions = make_sessions(config, identity, pools, copy, kv_manager, lambda: core.stats, ids.place)
     scheduler = Scheduler(
         kv_manager,
         max_tokens_per_step=config.max_tokens_per_step,
         max_running_requests=choices.most_running(config),
         max_context_len=choices.memory.max_context_len,
         seed=config.seed,
-        feedback=make_feedback(choices),
+        feedback=make_feedback(choices, tell),
         restore=sessions.restore if sessions is not None else None,
     )
     stream_share, stream_why = choose_stream_share(config, choices, pools)
     bounded = make_bounded(choices, pools, min_scanned)
     decode_steps = make_decode_steps(
-        config, choices, model, pools, forward, stream_share, capture, divided, bounded, clock
+        config, choices, model, pools, forward, stream_share, capture, divided, bounded, clock, tell
     )
     tuner = make_tuner(config, choices, divided, decode_steps, stream_share=stream_share, copy=copy_weights)
     after_step = tuner.after_step if tuner is not None else None
     trace = trace_lanes(tracer, choices.device, copy)
     runner = ModelRunner(
         model=model,
-        attention=with_policy(config, choices, model, make_attention(choices, pools, min_streamed, trace)),
+        attention=with_policy(config, choices, model, make_attention(choices, pools, min_streamed, trace), host_memory),
         sampler=Sampler(vocab_size=choices.spec.vocab_size, device=choices.device),
         copies=CopyEngine(pools, copy=trace.copy),
         device=choices.device,
@@ -168,24 +178,23 @@ def build_engine(
     )
 
     def kv_bytes() -> dict[Tier, int]:
-        return {
-            tier: (usage.used + usage.in_flight) * choices.kv.specs[tier].bytes_per_block
-            for tier, usage in kv_manager.usage().items()
-        }
+        return _bytes_of(choices, {tier: usage.used + usage.in_flight for tier, usage in kv_manager.usage().items()})
 
     def cached_bytes() -> dict[Tier, int]:
-        return {
-            tier: usage.cached * choices.kv.specs[tier].bytes_per_block for tier, usage in kv_manager.usage().items()
-        }
+        return _bytes_of(choices, {tier: usage.cached for tier, usage in kv_manager.usage().items()})
 
     executor: Executor = (
         runner if checksums is None else VerifiedExecutor(runner.execute, checksums, device=choices.device)
     )
+    launch: Launch | None = runner.launch if checksums is None and tuner is None else None
+    if Tier.CXL in choices.memory.num_blocks:
+        merged = MergedExecutor(executor, ids)
+        executor, launch = merged, None if launch is None else merged.before(launch)
     core = (
         EngineCore(
             scheduler=scheduler,
             executor=executor,
-            launch=runner.launch if checksums is None and tuner is None else None,
+            launch=launch,
             after_step=after_step,
         )
         if not tracer.is_on
@@ -218,7 +227,7 @@ def build_engine(
         ),
         kv_bytes=kv_bytes,
         cached_bytes=cached_bytes,
-        kv_capacity={tier: pool.num_bytes for tier, pool in pools.items()},
+        kv_capacity=_bytes_of(choices, choices.memory.num_blocks),
         weights_bytes={
             tier: sum(entry.num_bytes for entry in choices.memory.ledger.entries(tier) if entry.owner == "weights")
             for tier in pools
@@ -228,6 +237,14 @@ def build_engine(
         predict_step=choices.weights.auto.predict_step_s if choices.weights.auto is not None else None,
         tuner=tuner,
     )
+
+
+def _bytes_of(choices: Choices, num_blocks: Mapping[Tier, int]) -> dict[Tier, int]:
+    """K, V and scales of so many blocks of each tier that has any, by the tier of memory where they lie."""
+    sizes = {
+        tier: count * choices.kv.specs[tier].bytes_per_block for tier, count in num_blocks.items() if tier is Tier.GPU
+    }
+    return sizes | (choices.memory.host.bytes_of(num_blocks) if num_blocks.keys() - {Tier.GPU} else {})
 
 
 def _eos_ids(spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import Tier
+from ambidex.core.step import BlockRef
 from ambidex.core.units import format_size
 from ambidex.engine.compose.choices import Choices
 from ambidex.engine.sessions import Sessions, session_folder
@@ -62,11 +63,13 @@ def make_sessions(
     copy: CopyBlock,
     kv: KVManager,
     stats: Callable[[], EngineStats],
+    locate: Callable[[BlockRef], BlockRef],
 ) -> Sessions | None:
     """What keeps blocks on disk, and decides which; None: nobody asked for it.
 
     Args:
         stats: gives those of the engine, once it is built.
+        locate: the block of a pool that the control plane's block is.
     Raises:
         ConfigError: the folder cannot be used, or the quota holds not one block.
     """
@@ -80,7 +83,7 @@ def make_sessions(
             f"{format_size(block_bytes)} and its head: give more, or a smaller `block_size`"
         )
     folder = BlockFolder(place, identity.digest, config.session_quota)
-    store = SavedBlocks(folder, identity.digest, pools, copy=copy)
+    store = SavedBlocks(folder, identity.digest, pools, copy=copy, locate=locate)
     return Sessions(kv, store, compute_rate=lambda: _compute_rate(stats()))
 
 

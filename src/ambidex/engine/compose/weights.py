@@ -10,8 +10,10 @@ import torch
 from ambidex.core.config import EngineConfig, LoadFormat
 from ambidex.core.sparsity import NeuronCache as CacheChoice
 from ambidex.core.sparsity import NeuronFigures, SparsityKind
+from ambidex.cost.sparsity import expected_reads
 from ambidex.engine.compose.choices import Choices
 from ambidex.engine.compose.sparsity import set_masks
+from ambidex.kernels.cpu.picked import PickedPool
 from ambidex.kernels.linear import LinearContext
 from ambidex.mlp.host_lane import HostLane
 from ambidex.mlp.hot_neurons import AveragedNeurons, StaticNeurons
@@ -129,7 +131,11 @@ def load_model(
         rates = measure_rates(sides, host_linear, divided.host_chunks(), divided.ring.slots)
         if sparse is not None and choices.sparsity is not None:
             share = choices.sparsity.active_share
-            rates = replace(rates, cpu=sparse_rates(divided.host_neurons(), sparse, active_share=share))
+            reads = expected_reads(
+                choices.spec, choices.sparsity.sparsity, choices.sparsity.profile, number_bytes=choices.dtype.num_bytes
+            )
+            found = sparse_rates(divided.host_neurons(), sparse, active_share=share)
+            rates = replace(rates, cpu=found, reads=reads.at(1))
             sparse.counts = SparsityCounts()
         sizes_in_dram = choices.weights.parts
         assert sizes_in_dram is not None, "divided weights were counted"
@@ -184,7 +190,13 @@ def _make_sparse(choices: Choices, divided: DividedWeights, linear: LinearContex
         return None
     # Where the accelerator is the CPU, torch has one thread in decode steps (`TorchThreads`).
     num_threads = 1 if choices.device.type == "cpu" else choices.num_threads
-    context = SparseContext(linear=linear, num_threads=num_threads, costs=NO_COSTS)
+    threads = choices.threads
+    context = SparseContext(
+        linear=linear,
+        num_threads=num_threads,
+        costs=NO_COSTS,
+        picked=None if threads is None else PickedPool(threads),
+    )
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     with torch.inference_mode():

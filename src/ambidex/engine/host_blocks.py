@@ -1,0 +1,133 @@
+"""How many blocks host memory holds, and how K and V of them are laid over DRAM and the CXL tier. Numbers only."""
+
+import math
+import mmap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ambidex.core.errors import ConfigError
+from ambidex.core.ids import Tier
+from ambidex.core.kv_mapping import HostLayout, KVMapping
+from ambidex.core.kv_spec import KVSpec
+from ambidex.core.units import format_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostBlocks:
+    """Blocks in host memory as they are laid out, and what each kind of them takes.
+
+    A block counts for `Tier.DRAM` if its K lies there, for `Tier.CXL` if it is spilled. `block_bytes` are K, V and
+    scales of a block of a kind on each tier of memory; `beside_bytes` what policies keep of each block in DRAM.
+    """
+
+    layout: HostLayout
+    block_bytes: Mapping[Tier, Mapping[Tier, int]]
+    beside_bytes: int = 0
+
+    @property
+    def num_blocks(self) -> dict[Tier, int]:
+        """Blocks of each kind; spilled ones are named only where there are any."""
+        spilled = {Tier.CXL: self.layout.num_spilled} if self.layout.num_spilled else {}
+        return {Tier.DRAM: self.layout.num_near, **spilled}
+
+    def bytes_of(self, num_blocks: Mapping[Tier, int]) -> dict[Tier, int]:
+        """K, V and scales of so many blocks of each kind, by the tier of memory where they lie."""
+        sums = dict.fromkeys(self.block_bytes[Tier.DRAM], 0)
+        for kind, sizes in self.block_bytes.items():
+            for tier, size in sizes.items():
+                sums[tier] += num_blocks.get(kind, 0) * size
+        return sums
+
+
+def divide_host(
+    mapping: KVMapping, spec: KVSpec, *, dram: int, cxl: int, most_blocks: int, beside: int = 0, num_near_v: int = 0
+) -> HostBlocks:
+    """Lay out as many blocks as two budgets hold, at most `most_blocks`.
+
+    K goes to DRAM and V to the CXL tier, but for that of the first `num_near_v` layers. Where the CXL tier is full,
+    V of more layers goes to DRAM, of as few as may be. Where DRAM is full, V of all layers goes to the CXL tier; and
+    where that is not enough, K of some blocks: who gives out blocks sees to it that these are the oldest.
+
+    Args:
+        mapping: one of the three, not `auto`.
+        dram, cxl: bytes that are left for blocks.
+        beside: bytes that policies keep of each block, always in DRAM.
+        num_near_v: first layers in which the CPU reads V in every step, whatever it does in the others.
+    Raises:
+        ConfigError: the budget of the CXL tier does not hold its part of one block.
+    """
+    layouts = [*_layouts(mapping, spec, beside, num_near_v)]
+    best, best_count = layouts[0], -1
+    for candidate in layouts:
+        count = min(
+            most_blocks, *(left // size for left, size in zip((dram, cxl), candidate.sizes, strict=True) if size)
+        )
+        if count > best_count:
+            best, best_count = candidate, count
+        if count == most_blocks:
+            break
+    if mapping is not KVMapping.DRAM and cxl < best.sizes[1]:
+        raise ConfigError(
+            f"`cxl_memory` leaves {format_size(cxl)} for K and V, which hold not one block: "
+            f"{format_size(best.sizes[1])} of each block lie there: give more, or a smaller `block_size`"
+        )
+    near, spilled = max(0, best_count), 0
+    near_bytes, number_bytes = best.near, spec.part_bytes_per_block
+    spilled_bytes = {Tier.DRAM: spec.scale_bytes_per_block, Tier.CXL: 2 * number_bytes}
+    if mapping is KVMapping.K_DRAM_V_CXL and best.first_cxl_layer == 0 and near < most_blocks:
+        spilled, near = _count_spilled(
+            spec, near, most_blocks, dram=dram, cxl=cxl, near_sizes=best.sizes,
+            spilled_sizes=(spilled_bytes[Tier.DRAM] + beside, spilled_bytes[Tier.CXL]),
+        )  # fmt: skip
+    return HostBlocks(
+        layout=HostLayout(mapping=mapping, num_near=near, num_spilled=spilled, first_cxl_layer=best.first_cxl_layer),
+        block_bytes={Tier.DRAM: near_bytes, **({Tier.CXL: spilled_bytes} if spilled else {})},
+        beside_bytes=beside,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """A way to lay out blocks: K, V and scales of one on each tier, and what one takes of both budgets."""
+
+    first_cxl_layer: int
+    near: Mapping[Tier, int]
+    sizes: tuple[int, int]
+
+
+def _layouts(mapping: KVMapping, spec: KVSpec, beside: int, num_near_v: int) -> Iterator[_Layout]:
+    """The one that is wanted, then those with less in the CXL tier, then those with more."""
+    part, scales = spec.part_bytes_per_block, spec.scale_bytes_per_block
+    if mapping is KVMapping.DRAM:
+        size = 2 * part + scales
+        yield _Layout(first_cxl_layer=0, near={Tier.DRAM: size}, sizes=(size + beside, 0))
+        return
+    wanted = min(num_near_v, spec.num_layers - 1)
+    numbers_of_layers = (
+        [0] if mapping is KVMapping.INTERLEAVE else [*range(wanted, spec.num_layers), *reversed(range(wanted))]
+    )
+    for num_layers in numbers_of_layers:
+        moved = part // spec.num_layers * num_layers
+        near = {Tier.DRAM: part + scales + moved, Tier.CXL: part - moved}
+        yield _Layout(first_cxl_layer=num_layers, near=near, sizes=(near[Tier.DRAM] + beside, near[Tier.CXL]))
+
+
+def _count_spilled(
+    spec: KVSpec,
+    near: int,
+    most_blocks: int,
+    *,
+    dram: int,
+    cxl: int,
+    near_sizes: tuple[int, int],
+    spilled_sizes: tuple[int, int],
+) -> tuple[int, int]:
+    """Spilled and near blocks: each kind a multiple of the blocks whose K fills whole pages, as a page lies on one
+    node."""
+    record = spec.part_bytes_per_block // (spec.num_layers * spec.num_kv_heads)
+    whole = mmap.PAGESIZE // math.gcd(record, mmap.PAGESIZE)
+    kept = near // whole * whole
+    left = [budget - kept * size for budget, size in zip((dram, cxl), near_sizes, strict=True)]
+    fitting = [budget // size for budget, size in zip(left, spilled_sizes, strict=True) if size]
+    spilled = max(0, min(most_blocks - kept, *fitting)) // whole * whole
+    return (spilled, kept) if kept + spilled > near else (0, near)

@@ -1,0 +1,76 @@
+"""`RowHome`: where rows in host memory lie that are kept beside the pools (`storage/host_rows.py`)."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ambidex.core.ids import KVPart
+from ambidex.core.kv_mapping import HostLayout, KVMapping
+from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
+from ambidex.storage.kv_parts import Nodes
+from ambidex.storage.placed_memory import PlacedMemory
+from ambidex.storage.slow_tier import SlowTier
+
+
+class RowHome:
+    """Gives memory for rows as the mapping of K and V has it, and paces who reads them where it is emulated.
+
+    Args:
+        layout: of the pool in host memory; which layers' V lies in the CXL tier.
+        nodes: of the CXL tier; None: there is none, or it is emulated.
+        slow: the emulated tier.
+        memory: who is asked.
+    """
+
+    def __init__(
+        self,
+        layout: HostLayout,
+        *,
+        nodes: Nodes | None = None,
+        slow: SlowTier | None = None,
+        memory: HostMemory = HOST_MEMORY,
+    ) -> None:
+        self._layout = layout
+        self._nodes = nodes
+        self._slow = slow
+        self._memory = memory
+
+    def allocate(self, part: KVPart, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
+        """Memory for K or V rows [L, Hkv, n, D], which may hold anything.
+
+        Raises:
+            RuntimeError: there is no such memory on the node of the CXL tier, or at all.
+            TierFullError: the system maps no more memory.
+        """
+        num_layers, *layer = shape
+        is_mixed = self._layout.mapping is KVMapping.INTERLEAVE
+        first = 0 if is_mixed else self._layout.first_cxl_layer
+        if self._nodes is None or not (is_mixed or part is KVPart.V) or first >= num_layers or 0 in shape:
+            return torch.empty(shape, dtype=dtype)
+        layer_bytes = torch.Size(layer).numel() * dtype.itemsize
+        region = PlacedMemory(num_layers * layer_bytes, self._memory.numa)
+        rows = torch.frombuffer(region.buffer, dtype=dtype, count=torch.Size(shape).numel()).view(shape)
+        self._memory.advise(rows)
+        wanted = [self._nodes.local, self._nodes.cxl] if is_mixed else [self._nodes.cxl]
+        reason = region.place(first * layer_bytes, num_layers * layer_bytes, wanted)
+        if reason is not None:
+            raise RuntimeError(f"rows of {part.upper()}: {reason}")
+        return rows
+
+    def reading(self, part: KVPart, layer_idx: int, num_bytes: int) -> AbstractContextManager[None]:
+        """Read rows on the host within this."""
+        if self._slow is None:
+            return nullcontext()
+        return self._slow.reading(num_bytes * self._layout.cxl_share(part, layer_idx), num_bytes)
+
+    def copying(self, part: KVPart, layer_idx: int, num_bytes: int) -> AbstractContextManager[None]:
+        """Launch within this what brings rows to the accelerator."""
+        if self._slow is None:
+            return nullcontext()
+        return self._slow.copying(num_bytes * self._layout.cxl_share(part, layer_idx), num_bytes)
+
+
+IN_DRAM: Final = RowHome(HostLayout(mapping=KVMapping.DRAM, num_near=0))
+"""All rows lie in DRAM."""

@@ -1,0 +1,117 @@
+"""Blocks laid over DRAM and a CXL tier: no budget is ever exceeded, and nothing that fits is left out."""
+
+import math
+import mmap
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from ambidex.core.dtypes import DType
+from ambidex.core.errors import ConfigError
+from ambidex.core.ids import KVPart, Tier
+from ambidex.core.kv_mapping import KVMapping
+from ambidex.core.kv_spec import KVOrder, KVSpec
+from ambidex.engine.host_blocks import HostBlocks, divide_host
+
+SPECS = st.builds(
+    KVSpec,
+    num_layers=st.integers(1, 5),
+    num_kv_heads=st.integers(1, 3),
+    head_dim=st.sampled_from((16, 64, 80)),
+    dtype=st.sampled_from((DType.FP32, DType.BF16, DType.INT8)),
+    block_size=st.sampled_from((16, 64)),
+    order=st.just(KVOrder.TILES),
+)
+
+
+def used(host: HostBlocks) -> dict[Tier, int]:
+    sizes = host.bytes_of(host.num_blocks)
+    sizes[Tier.DRAM] += host.layout.num_blocks * host.beside_bytes
+    return sizes
+
+
+@given(
+    SPECS,
+    st.sampled_from(KVMapping),
+    st.integers(0, 300),
+    st.integers(0, 300),
+    st.integers(0, 200),
+    st.integers(0, 999),
+)
+def test_no_budget_is_exceeded(
+    spec: KVSpec, mapping: KVMapping, dram_blocks: int, cxl_blocks: int, most: int, beside: int
+) -> None:
+    assume(mapping is not KVMapping.AUTO)
+    dram, cxl = dram_blocks * spec.bytes_per_block // 3, cxl_blocks * spec.bytes_per_block // 3
+    try:
+        host = divide_host(mapping, spec, dram=dram, cxl=cxl, most_blocks=most, beside=beside)
+    except ConfigError:  # not one block: its own test looks at that
+        return
+    sizes = used(host)
+    assert sizes[Tier.DRAM] <= dram
+    assert sizes.get(Tier.CXL, 0) <= cxl
+    assert 0 <= host.layout.num_blocks <= most
+    assert sum(host.num_blocks.values()) == host.layout.num_blocks
+
+
+@given(SPECS, st.sampled_from(KVMapping), st.integers(0, 200), st.integers(0, 200), st.integers(1, 100))
+def test_bytes_of_each_tier_are_those_of_the_layout(
+    spec: KVSpec, mapping: KVMapping, dram_blocks: int, cxl_blocks: int, most: int
+) -> None:
+    assume(mapping is not KVMapping.AUTO)
+    dram, cxl = dram_blocks * spec.bytes_per_block // 3, (cxl_blocks + 3) * spec.bytes_per_block // 3
+    host = divide_host(mapping, spec, dram=dram, cxl=cxl, most_blocks=most)
+    layout, layer_bytes = host.layout, spec.part_bytes_per_block / spec.num_layers
+    near = sum(layout.cxl_share(part, layer) for part in KVPart for layer in range(spec.num_layers)) * layer_bytes
+    far = layout.num_near * near + layout.num_spilled * 2 * spec.part_bytes_per_block
+    sizes = host.bytes_of(host.num_blocks)
+    assert sizes.get(Tier.CXL, 0) == pytest.approx(far)
+    assert sum(sizes.values()) == layout.num_blocks * spec.bytes_per_block
+
+
+@given(SPECS, st.integers(1, 50))
+def test_v_lies_in_the_cxl_tier_where_there_is_room(spec: KVSpec, most: int) -> None:
+    plenty = most * spec.bytes_per_block
+    host = divide_host(KVMapping.K_DRAM_V_CXL, spec, dram=plenty, cxl=plenty, most_blocks=most)
+    assert (host.layout.num_near, host.layout.num_spilled, host.layout.first_cxl_layer) == (most, 0, 0)
+
+
+@given(SPECS, st.integers(2, 50))
+def test_v_of_first_layers_goes_to_dram_where_the_cxl_tier_is_small(spec: KVSpec, most: int) -> None:
+    assume(spec.num_layers > 1)
+    cxl = most * spec.part_bytes_per_block // spec.num_layers  # V of one layer
+    host = divide_host(KVMapping.K_DRAM_V_CXL, spec, dram=most * spec.bytes_per_block, cxl=cxl, most_blocks=most)
+    assert (host.layout.num_near, host.layout.first_cxl_layer) == (most, spec.num_layers - 1)
+
+
+@given(SPECS, st.integers(1, 50), st.integers(0, 9))
+def test_v_of_layers_in_which_the_cpu_reads_it_lies_in_dram_where_there_is_room(
+    spec: KVSpec, most: int, num_near_v: int
+) -> None:
+    plenty = most * spec.bytes_per_block
+    host = divide_host(KVMapping.K_DRAM_V_CXL, spec, dram=plenty, cxl=plenty, most_blocks=most, num_near_v=num_near_v)
+    assert host.layout.first_cxl_layer == min(num_near_v, spec.num_layers - 1)
+    k_and_scales = most * (spec.part_bytes_per_block + spec.scale_bytes_per_block)
+    short = divide_host(
+        KVMapping.K_DRAM_V_CXL, spec, dram=k_and_scales, cxl=plenty, most_blocks=most, num_near_v=num_near_v
+    )
+    assert (short.layout.num_near, short.layout.first_cxl_layer) == (most, 0)
+
+
+@given(SPECS, st.integers(1, 20))
+def test_k_is_spilled_where_dram_is_small_in_whole_pages(spec: KVSpec, units: int) -> None:
+    assume(spec.dtype is not DType.INT8)  # its scales lie in DRAM, also of spilled blocks
+    record = spec.part_bytes_per_block // (spec.num_layers * spec.num_kv_heads)
+    most = 4 * units * (mmap.PAGESIZE // math.gcd(record, mmap.PAGESIZE))
+    dram = most // 2 * spec.part_bytes_per_block  # K of half of the blocks
+    host = divide_host(KVMapping.K_DRAM_V_CXL, spec, dram=dram, cxl=2 * most * spec.bytes_per_block, most_blocks=most)
+    assert host.layout.num_blocks == most
+    assert host.layout.num_spilled == most // 2
+    assert host.layout.num_near * record % mmap.PAGESIZE == 0
+
+
+def test_tier_that_holds_not_one_block_is_refused_with_its_size() -> None:
+    spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=64, dtype=DType.BF16, block_size=64, order=KVOrder.TILES)
+    with pytest.raises(ConfigError, match=r"`cxl_memory` leaves 1\.0 KiB .*hold not one block: 8\.0 KiB"):
+        divide_host(KVMapping.INTERLEAVE, spec, dram=1 << 20, cxl=1024, most_blocks=5)

@@ -1,0 +1,110 @@
+import errno
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from ambidex.core.dtypes import DType
+from ambidex.core.errors import TierFullError
+from ambidex.core.ids import KVPart
+from ambidex.core.kv_mapping import HostLayout, KVMapping, SlowMemory
+from ambidex.core.kv_spec import KVSpec
+from ambidex.storage.host_memory import HostMemory
+from ambidex.storage.host_rows import HostRows
+from ambidex.storage.kv_parts import Nodes
+from ambidex.storage.numa_calls import PAGE_BYTES
+from ambidex.storage.row_home import IN_DRAM, RowHome
+from ambidex.storage.slow_tier import SlowTier
+from numa_world import FakeKernel
+
+CPU = torch.device("cpu")
+SHAPE = (3, 2, 32)
+CAPACITY = 16  # a head's rows fill half a page
+NODES = Nodes(cxl=1, local=0)
+
+
+def make_home(kernel: FakeKernel, mapping: KVMapping = KVMapping.K_DRAM_V_CXL, first_cxl_layer: int = 0) -> RowHome:
+    layout = HostLayout(mapping=mapping, num_near=4, first_cxl_layer=first_cxl_layer)
+    return RowHome(layout, nodes=NODES, memory=HostMemory(advise=lambda _: None, numa=kernel.calls()))
+
+
+def make_rows(home: RowHome) -> HostRows:
+    return HostRows(SHAPE, CAPACITY, dtype=torch.float32, device=CPU, home=home)
+
+
+def nodes_of(tensor: torch.Tensor, kernel: FakeKernel) -> list[int]:
+    first = tensor.data_ptr() // PAGE_BYTES * PAGE_BYTES
+    pages = np.arange(first, tensor.data_ptr() + tensor.nbytes, PAGE_BYTES, dtype=np.uint64)
+    found = kernel.calls().find_nodes(pages)
+    assert not isinstance(found, int)
+    return [int(node) for node in found]
+
+
+def test_rows_of_v_lie_in_the_cxl_tier_and_rows_of_k_do_not() -> None:
+    kernel = FakeKernel()
+    rows = make_rows(make_home(kernel))
+    assert nodes_of(rows.v, kernel) == [1, 1, 1]
+    assert set(nodes_of(rows.k, kernel)) == {0}
+
+
+def test_rows_of_v_of_first_layers_lie_in_dram() -> None:
+    kernel = FakeKernel()
+    assert nodes_of(make_rows(make_home(kernel, first_cxl_layer=2)).v, kernel) == [0, 0, 1]
+
+
+def test_interleaved_rows_lie_on_both_nodes() -> None:
+    kernel = FakeKernel()
+    rows = make_rows(make_home(kernel, KVMapping.INTERLEAVE))
+    assert nodes_of(rows.k, kernel) == nodes_of(rows.v, kernel) == [0, 1, 0]
+
+
+def test_rows_come_back_as_they_were_appended() -> None:
+    rows = make_rows(make_home(FakeKernel()))
+    for token in range(CAPACITY):
+        rows.append(torch.full(SHAPE, float(token)), torch.full(SHAPE, -float(token)))
+    larger = HostRows(SHAPE, 3 * CAPACITY, dtype=torch.float32, device=CPU, home=make_home(FakeKernel()))
+    larger.take_over(rows)
+    assert (larger.k[1, 1, :CAPACITY, 5] == torch.arange(CAPACITY)).all()
+    assert (larger.v[2, 0, :CAPACITY, 31] == -torch.arange(CAPACITY)).all()
+
+
+@pytest.mark.parametrize("kernel", [FakeKernel(refuse=errno.EPERM), FakeKernel(free_pages={0: 99, 1: 1})])
+def test_rows_for_which_the_tier_has_no_room_are_refused(kernel: FakeKernel) -> None:
+    with pytest.raises(RuntimeError, match="rows of V: "):
+        make_rows(make_home(kernel))
+
+
+def test_rows_that_no_memory_holds_are_refused() -> None:
+    with pytest.raises(TierFullError, match="maps no"):
+        make_home(FakeKernel()).allocate(KVPart.V, (1, 1, 1 << 50, 256), torch.float32)
+
+
+def test_rows_without_a_tier_lie_where_torch_puts_them() -> None:
+    with IN_DRAM.reading(KVPart.V, 0, 100), IN_DRAM.copying(KVPart.V, 0, 100):
+        rows = IN_DRAM.allocate(KVPart.V, (1, 2, 3, 4), torch.bfloat16)
+    assert (rows.shape, rows.dtype) == ((1, 2, 3, 4), torch.bfloat16)
+
+
+def test_emulated_rows_are_read_at_the_pace_of_their_memory() -> None:
+    spec = KVSpec(num_layers=3, num_kv_heads=2, head_dim=32, dtype=DType.FP32, block_size=16)
+    layout = HostLayout(mapping=KVMapping.K_DRAM_V_CXL, num_near=4, first_cxl_layer=1)
+    slow = SlowMemory(latency_s=0.0, bytes_per_s=1e6)
+    home = RowHome(layout, slow=SlowTier(slow, spec, layout, CPU))
+    for take in (home.reading, home.copying):
+        start = time.perf_counter()
+        with take(KVPart.V, 1, 5000):
+            pass
+        assert time.perf_counter() - start >= 5e-3
+
+
+def test_emulated_rows_in_dram_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_end: float) -> None:
+        raise AssertionError("waited")
+
+    monkeypatch.setattr("ambidex.storage.slow_tier.wait_until", fail)
+    spec = KVSpec(num_layers=3, num_kv_heads=2, head_dim=32, dtype=DType.FP32, block_size=16)
+    layout = HostLayout(mapping=KVMapping.K_DRAM_V_CXL, num_near=4, first_cxl_layer=1)
+    home = RowHome(layout, slow=SlowTier(SlowMemory(latency_s=1.0, bytes_per_s=1.0), spec, layout, CPU))
+    with home.reading(KVPart.K, 1, 5000), home.copying(KVPart.V, 0, 5000):
+        pass
