@@ -96,6 +96,8 @@ NUM_PROFILED_STEPS: Final = 5
 NUM_KERNELS: Final = 14
 """Kernels that a profile lists; the rest is summed up."""
 BLOCK_SIZE: Final = 64
+MOST_FILL_S: Final = 300.0
+"""Of a point's prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,7 +308,11 @@ def measure(engine: Engine, point: Point, options: Options, *, weight_bytes: int
 
 
 def fill(engine: Engine, point: Point, options: Options, *, temperature: float = 0.0) -> tuple[list[Request], float]:
-    """Queue a point's prompts and step until each has its first token; returns them and the seconds that took."""
+    """Queue a point's prompts and step until each has its first token; returns them and the seconds that took.
+
+    Raises:
+        RuntimeError: a request failed or ended, or the prompts do not come to an end.
+    """
     rng = random.Random(point.batch * 1_000_003 + point.context)
     vocab_size = int(SHAPES[options.shape]["vocab_size"])  # type: ignore[call-overload]
     params = SamplingParams(
@@ -320,6 +326,11 @@ def fill(engine: Engine, point: Point, options: Options, *, temperature: float =
         engine.core.scheduler.add(requests[-1])
     while not all(request.output_token_ids for request in requests):
         engine.core.step()
+        if ended := [request for request in requests if request.finish_reason is not None]:
+            raise RuntimeError(f"a request ended before all had a token: {ended[0].error or ended[0].finish_reason}")
+        if time.perf_counter() - start > MOST_FILL_S:
+            waiting = sum(not request.output_token_ids for request in requests)
+            raise RuntimeError(f"{waiting} of {len(requests)} requests have no token after {MOST_FILL_S:.0f} s")
     return requests, time.perf_counter() - start
 
 

@@ -26,7 +26,8 @@ in this engine:
 With --sparsity the model has an activation pattern as in real OPT (bench/activation_pattern.py), and each batch is
 measured once for each form of --mlp-sparsity, with --neuron-cache behind a +: off is the dense division of the same
 model, static PowerInfer's placement by an offline profile. Tokens are sampled there: the likeliest ones
-of random weights repeat themselves, and so would the neurons. torch's threads must not spin (OMP_WAIT_POLICY=passive).
+of random weights repeat themselves, and so would the neurons. torch's threads must not spin: OMP_WAIT_POLICY is
+passive unless it is set.
 
 Floor of a step: the slowest lane's bytes over its rate, measured in the same run: GPU memory (its weights, keys and
 values), DRAM read by the lane's threads (weights that the CPU multiplies), pinned copies (weights that travel), or DRAM
@@ -34,6 +35,7 @@ by both at once. Appends one JSON line to bench/results/decode_weights.jsonl.
 """
 
 import argparse
+import faulthandler
 import gc
 import itertools
 import json
@@ -125,6 +127,8 @@ class Run:
         }  # fmt: skip
 
 
+STAGE_S: Final = 45.0
+"""After which a stage is thought to hang: the stacks of all threads are printed then, and again as often."""
 NUM_WARMUP_STEPS: Final = 3
 """The first compiles and captures, the second is the first replay."""
 PROFILE_NAME: Final = "neurons.npz"
@@ -223,11 +227,14 @@ def try_batch(
     folder: Path, run: Run, args: argparse.Namespace, rates: FloorRates, pattern: Pattern | None, memory: "KeptMemory"
 ) -> dict[str, Any]:
     """Figures of a run, or why there are none: the others are recorded all the same."""
+    faulthandler.dump_traceback_later(STAGE_S, repeat=True)
     try:
         point = measure_batch(folder, run, args, rates, pattern, memory)
     except (AmbidexError, RuntimeError) as error:
         print(f"{run}: {error}", file=sys.stderr, flush=True)
         return {**run.record(), "error": str(error)}
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     print_point(run, point)
     return point
 
@@ -343,6 +350,7 @@ def measure_batch(
     )  # fmt: skip
     load_s = time.perf_counter() - start
     print(f"{run}: built in {load_s:.1f} s", flush=True)
+    faulthandler.dump_traceback_later(STAGE_S, repeat=True)  # in place of the last one
     if args.prefill and run.context == args.prefill:
         return {**run.record(), "load_s": significant(load_s, 3), **measure_prefill(engine, prompts, run.context)}
     options = decode_gpu.Options(
@@ -351,11 +359,11 @@ def measure_batch(
     )  # fmt: skip
     point = options.points[0]
     requests, fill_s = decode_gpu.fill(engine, point, options, temperature=0.0 if pattern is None else 1.0)
+    print(f"      prompts filled in {fill_s:.1f} s", flush=True)
     start = time.perf_counter()
     for _ in range(NUM_WARMUP_STEPS):
         decode_gpu.step(engine, point)
-    print(f"      prompts filled in {fill_s:.1f} s, {NUM_WARMUP_STEPS} steps in {time.perf_counter() - start:.1f} s",
-          flush=True)  # fmt: skip
+        print(f"      a first step in {time.perf_counter() - start:.1f} s", flush=True)
     neurons_before = engine.stats.neurons
     kv_before, replayed = dict(engine.stats.lane_bytes), engine.stats.num_replayed_steps
     seconds = []
@@ -565,4 +573,7 @@ def print_point(run: Run, point: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        os.execv(sys.executable, [sys.executable, *sys.argv])  # torch has read it as it was
     sys.exit(main())

@@ -17,6 +17,7 @@ from ambidex import EngineConfig, SamplingParams
 from ambidex.core.ids import Tier
 from ambidex.core.units import MIB
 from ambidex.engine.compose import build_engine
+from ambidex.engine.engine import Engine
 from ambidex.storage.numa_calls import NUMA_CALLS, PAGE_BYTES
 from fault_runs import run, tokens
 
@@ -31,6 +32,7 @@ MAPPINGS: dict[str, dict[str, Any]] = {
     "k-dram-v-cxl, K spilled": {"cxl_memory": 8 * MIB, "dram_memory": 100_000},
     "interleave": {"cxl_memory": 8 * MIB, "kv_mapping": "interleave"},
 }
+POLICIES = ("exact", "hybridgen")
 
 
 def count_pages(address: int, num_bytes: int) -> dict[int, int]:
@@ -42,24 +44,32 @@ def count_pages(address: int, num_bytes: int) -> dict[int, int]:
 
 
 def main(folder: str) -> int:
-    """Answer the prompts under each mapping; the exit code is 1 if tokens differ or a tier was not used."""
-    wanted, num_wrong = None, 0
-    for name, settings in MAPPINGS.items():
-        engine = build_engine(EngineConfig(model=folder, **SPLIT, **settings))
-        pool = engine.core.executor
-        while not hasattr(pool, "_attention"):
-            pool = pool._steps  # type: ignore[attr-defined]
-        host = pool._attention.pools[Tier.DRAM]
-        found = tokens(run(engine, PROMPTS, GREEDY))
-        wanted = wanted or found
-        used = engine.stats.peak_kv_bytes.get(Tier.CXL, 0)
-        is_right = found == wanted and (used > 0) == bool(settings) and not engine.stats.fallbacks.get("no_cxl")
-        num_wrong += not is_right
-        where = {name: count_pages(part.data_ptr(), part.nbytes) for name, part in (("K", host.k), ("V", host.v))}
-        verdict, tokens_are = "ok" if is_right else "FAILED", "equal" if found == wanted else "different"
-        told = f"{used} B in the CXL tier at most, {engine.stats.num_moves} moves, pages by node {where}"
-        print(f"{verdict:8}{name}: tokens {tokens_are}, {told}", flush=True)
+    """Answer the prompts by each policy under each mapping; exit code 1: tokens differ, or a tier was not used."""
+    num_wrong = 0
+    for policy in POLICIES:
+        wanted = None
+        for name, settings in MAPPINGS.items():
+            engine = build_engine(EngineConfig(model=folder, policy=policy, **SPLIT, **settings))
+            found = tokens(run(engine, PROMPTS, GREEDY))
+            wanted = wanted or found
+            used = engine.stats.peak_kv_bytes.get(Tier.CXL, 0)
+            is_right = found == wanted and (used > 0) == bool(settings) and not engine.stats.fallbacks.get("no_cxl")
+            num_wrong += not is_right
+            verdict, tokens_are = "ok" if is_right else "FAILED", "equal" if found == wanted else "different"
+            told = (
+                f"{used} B in the CXL tier at most, {engine.stats.num_moves} moves, pages by node {find_pages(engine)}"
+            )
+            print(f"{verdict:8}{policy}, {name}: tokens {tokens_are}, {told}", flush=True)
     return int(num_wrong > 0)
+
+
+def find_pages(engine: Engine) -> dict[str, dict[int, int]]:
+    """Pages of K and of V of the pool in host memory, by node."""
+    runner = engine.core.executor
+    while not hasattr(runner, "_attention"):
+        runner = runner._steps  # type: ignore[attr-defined]  # what merges two tiers into one pool
+    host = runner._attention.pools[Tier.DRAM]
+    return {name: count_pages(part.data_ptr(), part.nbytes) for name, part in (("K", host.k), ("V", host.v))}
 
 
 if __name__ == "__main__":

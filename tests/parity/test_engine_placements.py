@@ -7,13 +7,16 @@ from typing import Any, Final
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from ambidex import EngineConfig, SamplingParams
-from ambidex.core.config import DeviceKind, DTypeChoice, Graphs
+from ambidex.core.config import DeviceKind, DTypeChoice, Graphs, LoadFormat
 from ambidex.core.placement import LayerPlacement, Placement, WeightSplit
 from ambidex.cost.workload import KVShares
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
+from ambidex.mlp.host_lane import HostSide
+from ambidex.mlp.rates import LaneRates
 from ambidex.mlp.split_site import Level
 from ambidex.models.site_plans import RingSizes
 from ambidex.runner.decode import DecodeForm
@@ -63,7 +66,8 @@ def answer(folder: Path, placement: Placement | None, *, device: DeviceKind, **s
 
 
 def make_engine(folder: Path, placement: Placement | None, *, device: DeviceKind, **settings: Any) -> Engine:
-    parts = {name: settings.pop(name) for name in ("weight_ring", "cpu_levels", "decode_form") if name in settings}
+    names = ("weight_ring", "cpu_levels", "decode_form", "dummy_kind")
+    parts = {name: settings.pop(name) for name in names if name in settings}
     path = None
     if placement is not None:
         path = folder / "placement.json"
@@ -138,6 +142,43 @@ def test_greedy_tokens_of_fixed_steps_with_a_part_for_the_cpu_equal_the_undivide
             weight_ring=RingSizes(chunk_bytes=9000, num_slots=3), **kv,
         )  # fmt: skip
         assert got == wanted
+
+
+@pytest.mark.parametrize("kind", [None, "Q4_0"])
+def test_prompts_beyond_the_levels_are_multiplied_by_the_accelerator_alone(
+    kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As levels are where they are measured: none for more tokens than that, nor where the CPU is no help."""
+    rates = LaneRates(cpu={1: 90e9, 4: 60e9, 8: 40e9, 16: 1e9}, link=50e9, most_native_tokens=16)
+    levels = rates.levels(on_cpu=50, streamed=50)
+    assert [level.most_tokens for level in levels] == [1, 4, 8]
+    multiplied: list[int] = []
+    compute = HostSide.compute
+
+    def note(side: HostSide, x: Tensor) -> Tensor:
+        multiplied.append(len(x))
+        return compute(side, x)
+
+    monkeypatch.setattr(HostSide, "compute", note)
+    folder = make_engine_folder(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 256}))  # whole records
+    split = WeightSplit(on_gpu=0.2, on_cpu=0.5, streamed=0.3)
+    engine = make_engine(
+        folder, Placement(layers=(LayerPlacement(attention=split, mlp=split),) * NUM_LAYERS, head=split),
+        device=DeviceKind.CPU, load_format=LoadFormat.DUMMY, dummy_kind=kind, cpu_levels=levels,
+        weight_ring=RingSizes(chunk_bytes=1), max_tokens_per_step=64,
+    )  # fmt: skip
+    for prompt in PROMPTS[-2:]:  # one chunk of 33 tokens; of 70, one of 64 and one that a level is for
+        engine.add(prompt, PARAMS)
+        engine.step()
+        assert multiplied == [1] * len(multiplied), "but for the head, of which a row is wanted"
+        multiplied.clear()
+        while engine.has_work:
+            engine.step()
+        assert set(multiplied) - {1} <= {6}, "prompts of few tokens and steps of one"
+        assert 1 in multiplied
+        multiplied.clear()
 
 
 PLACEMENTS: Final = {

@@ -43,10 +43,7 @@ class ContextRows:
         """K or V of all positions, [Hkv, S, D] on the accelerator."""
         rows = None
         for tier, (ids, positions) in self._parts.items():
-            pool = self._pools[tier]
-            rows_per_block = self._num_kv_heads * len(positions) / len(ids)
-            with pool.reading(part, layer_idx, ids, rows_per_block=rows_per_block):
-                found = pool.read_rows(part, layer_idx, ids.to(pool.device), num_keys=len(positions), dtype=dtype)
+            found = self._read_tier(part, layer_idx, tier, ids, len(positions), dtype)
             if len(self._parts) == 1:
                 return found.to(self._device)
             if rows is None:
@@ -92,11 +89,17 @@ class ContextRows:
         """
         end = first + to.shape[1]
         for tier, (ids, positions) in self._parts.items():
-            pool = self._pools[tier]
-            found = pool.read_rows(part, layer_idx, ids.to(pool.device), num_keys=len(positions), dtype=to.dtype).cpu()
+            found = self._read_tier(part, layer_idx, tier, ids, len(positions), to.dtype).cpu()
             places = positions.cpu()
             is_wanted = (places >= first) & (places < end)
             to[:, places[is_wanted] - first] = found[:, is_wanted]
+
+    def _read_tier(
+        self, part: KVPart, layer_idx: int, tier: Tier, ids: Tensor, num_keys: int, dtype: torch.dtype
+    ) -> Tensor:
+        pool = self._pools[tier]
+        with pool.reading(part, layer_idx, ids, rows_per_block=self._num_kv_heads * num_keys / len(ids)):
+            return pool.read_rows(part, layer_idx, ids.to(pool.device), num_keys=num_keys, dtype=dtype)
 
     def _tiers_of(self, flat: Tensor) -> list[tuple[Tier, Tensor | None]]:
         """The tiers of some positions, each with the mask of those that lie there; None: all."""

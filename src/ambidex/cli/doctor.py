@@ -153,6 +153,7 @@ def findings_rows(findings: Findings) -> list[tuple[str, str]]:
     ]
     for node in topology.numa_nodes:
         kind = "memory only" if node.is_memory_only else f"{len(node.cores)} cores"
+        kind += "" if node.is_allowed else ", outside of this process's cpuset"
         rows.append((f"NUMA node {node.node_id}", f"{format_size(node.memory_bytes)}, {kind}"))
     gpus = () if isinstance(findings.gpus, Exception) else findings.gpus
     rows += [(f"GPU {index}", ", ".join(_show(name, gpu[name]) for name in gpu)) for index, gpu in enumerate(gpus)]

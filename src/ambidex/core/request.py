@@ -88,7 +88,7 @@ class SamplingParams:
     @property
     def guide(self) -> tuple[GuideKind, str] | None:
         """What the answer is held to, if to anything."""
-        return next(((kind, text) for kind in GuideKind if (text := getattr(self, kind)) is not None), None)
+        return next(((kind, text) for kind in _GUIDES if (text := getattr(self, kind)) is not None), None)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple("stop", self.stop, str))
@@ -120,14 +120,15 @@ class SamplingParams:
             raise RequestError("a stop string is empty: leave it out")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(f"logit_bias has {len(self.logit_bias)} entries: at most {MAX_LOGIT_BIAS}")
-        _check_guides({kind: getattr(self, kind) for kind in GuideKind})
+        _check_guides({kind: getattr(self, kind) for kind in _GUIDES})
         for token_id, bias in self.logit_bias:
             if not -100 <= bias <= 100:
                 raise RequestError(f"logit_bias of token {token_id} is {bias}: it must lie in [-100, 100]")
 
 
+_GUIDES: Final = tuple(GuideKind)
 _DEFAULTS: Final = tuple((item.name, item.default) for item in fields(SamplingParams))
-"""Read once: a server makes parameters for each request."""
+"""Both read once: a server makes parameters for each request."""
 
 
 def _check_guides(guides: Mapping[GuideKind, object]) -> None:

@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from ambidex.server.errors import bad_request
 from ambidex.server.protocol import UNSUPPORTED_PART
+from ambidex.server.stream import ClientGoneError
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -34,7 +35,7 @@ async def read_body(request: Request, model: type[B], *, is_lenient: bool) -> Pa
     Raises:
         RefusedError: it is no JSON, or a field is unknown or wrong.
     """
-    data = await request.body()
+    data = await _read_all(request)
     try:
         return Parsed(model.model_validate_json(data))
     except ValidationError as error:
@@ -43,6 +44,18 @@ async def read_body(request: Request, model: type[B], *, is_lenient: bool) -> Pa
     if is_lenient and unknown:
         return _without(data, model, unknown)
     raise _refusal(problems)
+
+
+async def _read_all(request: Request) -> bytes:
+    """The body; most come in one message."""
+    parts: list[bytes] = []
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
 
 
 def _without(data: bytes, model: type[B], unknown: Iterable[ErrorDetails]) -> Parsed[B]:

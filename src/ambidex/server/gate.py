@@ -3,6 +3,7 @@
 Refusals and failures leave in OpenAI's error shape, and each request leaves one line in the log, never with a prompt.
 """
 
+import functools
 import hashlib
 import hmac
 import ipaddress
@@ -199,8 +200,7 @@ class Gate:
         ended_s = time.monotonic()
         seconds = ended_s - begun_s
         route = getattr(scope.get("route"), "path", "unknown")
-        self._metrics.requests.labels(route, str(record.status)).inc()
-        self._metrics.request_s.labels(route).observe(seconds)
+        self._metrics.note_request(route, record.status, seconds)
         if scope["path"] in QUIET_PATHS and record.status in (200, 503):
             return
         if self._tracing is not None:
@@ -271,6 +271,7 @@ def _host_name(host: str) -> str:
     return host.partition(":")[0].lower()
 
 
+@functools.lru_cache(maxsize=64)
 def _is_ip(host: str) -> bool:
     try:
         ipaddress.ip_address(host)

@@ -42,8 +42,18 @@ class Metrics:
         self.prompt_tokens = Counter("ambidex_prompt_tokens", "tokens of prompts taken in", registry=self._registry)
         self.answer_tokens = Counter("ambidex_answer_tokens", "tokens of ended answers", registry=self._registry)
         self.finished = Counter("ambidex_answers", "ended answers", ("reason",), registry=self._registry)
+        self._by_request: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self._engine = _EngineCollector(state)
         self._registry.register(self._engine)
+
+    def note_request(self, route: str, status: int, seconds: float) -> None:
+        """Count a request that has ended."""
+        children = self._by_request.get((route, status))
+        if children is None:  # `labels` takes locks and checks its words, each time
+            children = self.requests.labels(route, str(status)), self.request_s.labels(route)
+            self._by_request[route, status] = children
+        children[0].inc()
+        children[1].observe(seconds)
 
     def text(self, status: EngineStatus | None) -> bytes:
         """All metrics in Prometheus' text format.

@@ -154,3 +154,14 @@ def test_doctor_shows_memory_only_numa_nodes(tmp_path: Path) -> None:
     node = "sys/devices/system/node/node1"
     files = {f"{node}/cpulist": "\n", f"{node}/meminfo": "Node 1 MemTotal: 1048576 kB\n"}
     assert "NUMA node 1 1.0 GiB, memory only" in rows_of(run_doctor(tmp_path, files=files))
+
+
+def test_doctor_shows_nodes_that_the_cpuset_leaves_out(tmp_path: Path) -> None:
+    node = "sys/devices/system/node/node1"
+    files = {
+        f"{node}/cpulist": "\n",
+        f"{node}/meminfo": "Node 1 MemTotal: 1048576 kB\n",
+        "proc/self/status": "Cpus_allowed_list:\t0-3\nMems_allowed_list:\t0\n",
+    }
+    rows = rows_of(run_doctor(tmp_path, files=files))
+    assert "NUMA node 1 1.0 GiB, memory only, outside of this process's cpuset" in rows

@@ -1,7 +1,10 @@
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from machine_tree import write_machine
 
 from ambidex.core.errors import MachineError
@@ -110,3 +113,19 @@ def test_node_that_went_while_it_was_read_is_named(tmp_path: Path) -> None:
     (root / NODE / "node1/meminfo").unlink()
     with pytest.raises(MachineError, match=r"node1/meminfo cannot be read: .* went while it was looked at"):
         read_nodes(root, (0, 1, 2, 3))
+
+
+LINES = st.text(alphabet="0123456789-, \n:NodeMmTtalFrkB\0x", max_size=60)
+
+
+@given(st.lists(LINES, min_size=5, max_size=5))
+def test_whatever_the_files_say_is_read_or_named(texts: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        names = ("node0/cpulist", "node0/meminfo", "node0/distance", "online", "node1/meminfo")
+        files = {f"{NODE}/{name}": text for name, text in zip(names, texts, strict=True)}
+        said = ""
+        try:
+            assert len(read_topology(write_machine(Path(folder), files)).numa_nodes) == 2
+        except MachineError as error:
+            said = str(error)
+        assert not said or folder in said or "allowed_list" in said
