@@ -206,9 +206,10 @@ def test_where_scores_are_no_numbers_or_too_large_for_codes_all_keys_are_kept(de
     first = int(world.table[0, 0])
     scales = api.quantize_rows(world.k.nan_to_num().float())[1]
     scales[:, first, 5] = torch.nan
-    _, _, figures = world.attend("triton", 0.3, device, scan_scales=scales)
-    assert figures[..., 2].eq(300).all()
-    assert figures[..., 0].eq(0).all()
+    for changed in ({"scan_scales": scales}, {"near_lse": torch.full_like(world.near_lse, torch.nan)}):
+        _, _, figures = world.attend("triton", 0.3, device, **changed)
+        assert figures[..., 2].eq(300).all()
+        assert figures[..., 0].eq(0).all()
     huge = make_world((300,), dtype=dtype, spread=4000.0)
     _, _, figures = huge.attend("triton", 0.3, device)
     assert figures[..., 2].eq(300).all()

@@ -95,7 +95,12 @@ class DecodeBatch:
         """The blocks that the stream lane reads."""
 
     def try_prepare(
-        self, requests: Sequence[ScheduledRequest], num_rows: int, last_rows: Mapping[RequestId, int] | None = None
+        self,
+        requests: Sequence[ScheduledRequest],
+        num_rows: int,
+        last_rows: Mapping[RequestId, int] | None = None,
+        *,
+        may_see_dram: bool = True,
     ) -> bool:
         """Fill and send the inputs of a step of `num_rows` rows, if the step has the form that they can describe.
 
@@ -105,8 +110,9 @@ class DecodeBatch:
         Args:
             num_rows: at least the number of requests, at most what the inputs hold; the rest is padding.
             last_rows: rows of the step before, by request: there lie the tokens of pending requests.
+            may_see_dram: keys in DRAM are part of the form.
         Returns:
-            False if a request has another form; then nothing is sent.
+            False if a request has another form; then nothing is sent, and no rule is asked whether keys are scanned.
         Cost: about a microsecond a request, and one small copy to the device; where blocks in DRAM came or went, or a
             window moved over them, a microsecond for each thousand of them.
         """
@@ -122,7 +128,7 @@ class DecodeBatch:
             return False
         contexts = self._contexts.update(requests)
         is_split = self._sees_dram(contexts, positions)
-        if is_split and not self._has_cpu_lane:
+        if is_split and not (self._has_cpu_lane and may_see_dram):
             return False
         self._inputs.wait_sent()
         table_rows = self._write_table(contexts, num_rows)

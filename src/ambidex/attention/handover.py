@@ -225,7 +225,7 @@ class Handover:
 
     def release(self) -> None:
         """End all waits: what was not launched will never ask, and what is not answered gives something worthless."""
-        self._host_flags[:2, :, 0] = 1
+        self._host_flags[:, :, 0] = 1
 
     def answer_alone(self, batches: Sequence[KeyBatch]) -> None:
         """Do the CPU lane's part with the queries that are there; nothing else may be under way."""

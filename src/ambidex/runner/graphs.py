@@ -245,7 +245,7 @@ class DecodeSteps:
         replay = self._replays.get(_Form(num_rows, has_cpu_keys=False, is_scanned=False))
         if replay is None or (self._weights is not None and self._weights.places(num_rows)):
             return None
-        if not self._batch.try_prepare(requests, num_rows, self._launched_rows) or self._batch.key_batches is not None:
+        if not self._batch.try_prepare(requests, num_rows, self._launched_rows, may_see_dram=False):
             return None
         self._settle_weights()
         replay()

@@ -105,6 +105,15 @@ class World:
         return k, v
 
 
+def make_empty_batch() -> KeyBatch:
+    """Queries that see no key."""
+    none = torch.zeros(NUM_ROWS, dtype=torch.int64)
+    return KeyBatch(
+        none[:0], torch.zeros(NUM_ROWS + 1, dtype=torch.int64), none, none, torch.arange(NUM_ROWS + 1),
+        block_size=BLOCK_SIZE,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("stream_share", [0.0, 0.4, 1.0])
 def test_three_lanes_give_attention_over_the_whole_context(stream_share: float) -> None:
     world = World(stream_share=stream_share)
@@ -146,13 +155,8 @@ def test_lanes_that_leave_out_keys_stay_within_what_they_state_together(
     assert world.batch.key_batches is not None
     world.bounded.make_missing(Tier.DRAM, world.batch.dram_ids)
     world.handover.scan([world.batch.key_batches[None]] * NUM_LAYERS)
-    none = torch.zeros(NUM_ROWS, dtype=torch.int64)
-    nothing = KeyBatch(
-        none[:0], torch.zeros(NUM_ROWS + 1, dtype=torch.int64), none, none, torch.arange(NUM_ROWS + 1),
-        block_size=BLOCK_SIZE,
-    )  # fmt: skip
     world.handover.reset()
-    with dispatch.override("attend_scanned", name), world.handover.answering([nothing] * NUM_LAYERS):
+    with dispatch.override("attend_scanned", name), world.handover.answering([make_empty_batch()] * NUM_LAYERS):
         world.attention.begin()
         outs = [world.attention.attend(layer, world.q[layer], *world.new_rows(layer)) for layer in range(NUM_LAYERS)]
         world.attention.end()
@@ -207,6 +211,35 @@ def test_steps_that_scan_name_blocks_of_the_pool_and_the_others_places_of_the_bu
             assert sum(run.num for run in batch.stream_runs) == sum(nums)
         assert batch.num_keys[None][Tier.DRAM] == sum(map(len, ids)) * BLOCK_SIZE - batch.num_streamed
     assert seen == [sum(map(len, ids)) * BLOCK_SIZE] * 3
+
+
+def test_a_step_that_may_not_see_dram_asks_no_rule_and_leaves_the_last_one_as_it_was() -> None:
+    world = World(stream_share=0.0)
+    batch = DecodeBatch(
+        world.inputs, block_size=BLOCK_SIZE, has_cpu_lane=True, scans=lambda _: pytest.fail("a rule counts its steps")
+    )
+    positions = world.inputs.device(NUM_ROWS).positions.clone()
+    assert not batch.try_prepare(world.requests, NUM_ROWS, may_see_dram=False)
+    assert torch.equal(world.inputs.device(NUM_ROWS).positions, positions)
+    assert batch.key_batches is None
+    alone = [request for request in world.requests if all(block.tier is Tier.GPU for block in request.blocks)]
+    assert batch.try_prepare(alone, NUM_ROWS, may_see_dram=False)
+
+
+def test_a_step_that_breaks_off_ends_the_waits_for_what_the_accelerator_saw() -> None:
+    world = World(stream_share=0.0, max_mass=0.02)
+    assert world.bounded is not None
+    assert world.batch.try_prepare(world.requests, NUM_ROWS)
+    assert world.batch.key_batches is not None
+    world.bounded.make_missing(Tier.DRAM, world.batch.dram_ids)
+    world.handover.scan([world.batch.key_batches[None]] * NUM_LAYERS)
+    world.handover.reset()
+    world.handover.send(0, world.q[0])
+    world.handover.show_near(0, torch.full((NUM_ROWS, 6), 1000.0), None)
+    world.handover.release()
+    world.handover.answer([make_empty_batch()] * NUM_LAYERS)
+    # So much lies elsewhere that all may be left out; what is waited for in vain would not count.
+    assert world.handover.figures[..., 4].eq(0).all()
 
 
 def test_a_step_that_dies_while_it_is_launched_ends_the_cpu_lane_and_the_next_is_right() -> None:

@@ -28,9 +28,9 @@ _MAX_SPLITS: Final = 64
 _MAX_TILE_KEYS: Final = 64
 _CHUNK: Final = 4096
 """Codes that are counted at a time."""
-_HALF_STEP: Final = tl.constexpr(0.501)
-"""Of a row's scale times ‖q‖₁: what rounding K to 8 bits may take from a score, and in the third digit what fp32 does:
-sums of D products, each addition off by 2⁻²³ of at most 127 such terms."""
+_ROUNDING: Final = tl.constexpr(2e-5)
+"""Of a row's scale times ‖q‖₁: what fp32 takes from a score in each of D additions, beside the half that rounding K to
+8 bits may take: 127 · 2⁻²³ at most, since matrix units cut off; the few roundings behind them find room, too."""
 _MOST_UNITS: Final = tl.constexpr(3900.0)
 """Scores beyond so many factors of 2 have no code: their row keeps all of its keys."""
 _LOWEST: Final = tl.constexpr(-32768)
@@ -94,7 +94,7 @@ def _scan_kernel(
             longest = tl.where((norm > longest) | (norm != norm), norm, longest)
             k = tl.reshape(lines, [KEYS // 16, DIM // 4, 16, 4])
             k = tl.reshape(tl.permute(k, [0, 2, 1, 3]), [KEYS, DIM]).to(q.dtype)  # exact: whole numbers up to 127
-            errors = size[:, None] * (units * _HALF_STEP)[None, :]
+            errors = size[:, None] * (units * (0.5 + DIM * _ROUNDING))[None, :]
             uppers = tl.dot(q, tl.trans(k), input_precision=PRECISION) * units[None, :] + errors
             is_wild = (uppers >= _MOST_UNITS) | (uppers != uppers)
             codes = tl.where(uppers <= -_MOST_UNITS, -8 * _MOST_UNITS, tl.ceil(uppers * 8))
@@ -132,7 +132,9 @@ def _choose_kernel(
     anchor = top.to(tl.float32) / 8
     near = (tl.load(near_lse_ptr + place) + tl.load(near_part_ptr + row)) / _LN_2
     # In units of 2^anchor; NaN where all keys must be kept.
-    whole = tl.sum(lowers * tl.exp2((tops - top).to(tl.float32) / 8), axis=0) + tl.exp2(tl.minimum(near - anchor, 60.0))
+    whole = tl.sum(lowers * tl.exp2((tops - top).to(tl.float32) / 8), axis=0)
+    # NOTE: on a GPU tl.minimum of NaN and 60 is 60, by which all keys might be left out.
+    whole += tl.exp2(tl.where(near - anchor > 60.0, 60.0, near - anchor))
     limit = max_mass * whole
     first_place = _first_place(num_ptr, row, NUM_ROWS, ROWS_BLOCK)
     codes_row_ptr = codes_ptr + q_head.to(tl.int64) * max_keys + first_place
