@@ -209,7 +209,8 @@ class NaiveKeyformer(NaiveH2ODrop):
         position, self.num_queries = self.num_queries, self.num_queries + 1
         step = max(0, position - self.num_prompt + 1)
         delta = 0.01 if self.limit is None else (self.tau[1] - self.tau[0]) / self.limit
-        noise = gumbel_noise(noise_seed(0, self.layer_idx), position, self.spec.num_q_heads, CPU)
+        seed = noise_seed(0, self.layer_idx)
+        noise = gumbel_noise(seed, torch.tensor([position]), self.spec.num_q_heads, position + 1)[:, 0]
         noisy = []
         for head, own in enumerate(weights):
             scores = {

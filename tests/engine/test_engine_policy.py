@@ -62,10 +62,12 @@ def test_answers_are_the_same_alone_and_together_whole_and_split_over_tiers(fold
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", POLICIES)
-def test_answers_on_a_gpu_are_those_on_a_cpu(folder: Path, policy: PolicyName) -> None:
+@pytest.mark.parametrize("split", [SPLIT, SPLIT | {"kv_gpu_tokens": 16}], ids=["split", "dram"])
+def test_answers_on_a_gpu_are_those_on_a_cpu(folder: Path, policy: PolicyName, split: dict[str, int]) -> None:
+    """With both tiers, and with a GPU tier of one block, so that a request's rows may all be in DRAM."""
     answers = []
     for device in ("cpu", "cuda"):
-        with LLM(str(folder), policy=policy, device=device, **OPTIONS[policy], **SETTINGS, **SPLIT) as llm:
+        with LLM(str(folder), policy=policy, device=device, **OPTIONS[policy], **SETTINGS, **split) as llm:
             answers.append([output.token_ids for output in llm.generate(PROMPTS, GREEDY)])
     assert answers[0] == answers[1]
 

@@ -406,8 +406,11 @@ class SelectiveAttention:
             pool.store(layer_idx, slots, k[rows].to(pool.device), v[rows].to(pool.device))
 
     def settle(self) -> None:
-        """Order what follows behind the rows of a step that broke off: its blocks may soon be another's."""
+        """Wait for what the device was given: rows that were just stored may be read by the host, and after a step that
+        broke off blocks and rows in host memory may soon be another's, or nobody's."""
         self._exact.settle()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _open(self, request: ScheduledRequest) -> _Work:
         state = self._states.get(request.request_id)
@@ -478,7 +481,7 @@ class SelectiveAttention:
         if Need.ROWS in needs:
             selector.add_rows(*self._as_kept(k[rows], v[rows]))
         if Need.PROMPT in needs:
-            self._exact.settle()  # the rows that were just stored are read
+            self.settle()  # the rows that were just stored are read, those in DRAM by the host
             keys = work.context.read(KVPart.K, layer_idx, torch.float32)
             piece = max(1, MAX_PROMPT_SCORES // (self._spec.num_q_heads * work.context.num_keys))
             for first in range(rows.start, rows.stop, piece):
@@ -491,7 +494,7 @@ class SelectiveAttention:
     ) -> None:
         """Answer a request's decode queries, one after the other, into `out`."""
         if work.num_prompt_rows:
-            self._exact.settle()  # the rows that were just stored are read
+            self.settle()  # the rows that were just stored are read, those in DRAM by the host
         selector, dtype = work.selectors[layer_idx], self._policy.dtype
         if work.rows is not None:
             self._write_rows(layer_idx, work, work.rows, k, v)

@@ -1,14 +1,11 @@
 """What each NUMA node's memory gives: plain reads by all threads, the latency of one read, copies to a GPU."""
 
-import ctypes
-import mmap
-import platform
 import time
-from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ambidex.calibrate.figures import Quantiles, measure_seconds
 from ambidex.calibrate.memory_rate import native_read_rate
@@ -27,9 +24,6 @@ NUM_STEPS: Final = 200_000
 MOST_BYTES: Final = 1024 * MIB
 LEAST_BYTES: Final = 16 * MIB
 NUM_RUNS: Final = 5
-_CHASE: Final = bytes.fromhex("488b3f 48ffce 75f8 4889f8 c3")
-"""x86-64: `1: mov rdi, [rdi]; dec rsi; jnz 1b; mov rax, rdi; ret`. Each read needs the one before, which neither Python
-nor a tensor library can be made to do without time of its own for each."""
 
 
 def measure_node(
@@ -66,45 +60,46 @@ def measure_node(
 
 
 def measure_latency(memory: PlacedMemory) -> float | None:
-    """Seconds of a read that nothing predicts, by following pointers through memory; None: not on this processor.
+    """Seconds of a read that nothing predicts, of one number after another each of which says where the next one is;
+    None: this numpy does not read them so. Some 2 ns of it are the loop's.
 
     Overwrites the memory. Cost: 0.1 s and more, by the memory's size.
     """
-    chase = _load_chase()
-    if chase is None:
-        return None
-    words = np.frombuffer(memory.buffer, dtype=np.uint64)
-    per_line = LINE_BYTES // words.itemsize
-    order = np.random.default_rng(0).permutation(len(words) // per_line).astype(np.uint64)
-    words[order * per_line] = np.uint64(memory.address) + np.roll(order, -1) * np.uint64(LINE_BYTES)  # one ring
-    first = memory.address + int(order[0]) * LINE_BYTES
+    words = np.frombuffer(memory.buffer, dtype=np.intp)
+    ring = make_ring(words)
+    trail = np.zeros(NUM_STEPS + 1, dtype=np.intp)
+    trail[0] = ring[0]
     samples = []
-    for _ in range(NUM_RUNS):
+    for run in range(NUM_RUNS):
         start = time.perf_counter()
-        first = chase(first, NUM_STEPS)  # goes on where it was: what it saw is in no cache
+        follow(words, trail)
         samples.append((time.perf_counter() - start) / NUM_STEPS)
+        if run == 0 and not np.array_equal(trail, np.resize(ring, len(trail))):
+            return None
+        trail[0] = trail[-1]  # goes on where it was: what it saw is in no cache
     return Quantiles.of(samples).median
 
 
-def _load_chase() -> Callable[[int, int], int] | None:
-    """A function that follows pointers: (address, steps) → address. None: another processor, or the system lets no
-    program bring code of its own."""
-    if platform.machine() != "x86_64":
-        return None
-    try:
-        code = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
-    except OSError:
-        return None
-    code.write(_CHASE)
-    function = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64)(
-        ctypes.addressof(ctypes.c_char.from_buffer(code))
-    )
+def make_ring(words: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Have one number of each cache line hold the place of that of another, so that all are one ring.
 
-    def chase(address: int, num_steps: int) -> int:
-        _ = code  # the function's memory
-        return int(function(address, num_steps))
+    Returns:
+        Their places, [n] as they follow each other.
+    """
+    per_line = LINE_BYTES // words.itemsize
+    ring = np.random.default_rng(0).permutation(len(words) // per_line).astype(np.intp) * per_line
+    words[ring] = np.roll(ring, -1)
+    return ring
 
-    return chase
+
+def follow(words: NDArray[np.intp], trail: NDArray[np.intp]) -> None:
+    """Fill `trail` behind its first number: words[trail[0]], words of that, and so on.
+
+    What one read gives is the index of the next: numpy takes index after index in a loop without Python, and where it
+    clips it neither copies them first nor checks them. That it reads what it has just written is not promised: whoever
+    asks looks at the trail.
+    """
+    words.take(trail[:-1], out=trail[1:], mode="clip")
 
 
 def _copy_rate(buffer: torch.Tensor, device: torch.device) -> float | None:

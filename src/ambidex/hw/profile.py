@@ -167,7 +167,7 @@ class LinkRates:
 class NodeRates:
     """The memory of one NUMA node, read by all threads wherever they run: bytes/s and seconds.
 
-    `latency_s` is one read that needs the one before; None: not measured on this processor. `to_gpu_bytes_per_s` None:
+    `latency_s` is one read that needs the one before; None: it could not be measured. `to_gpu_bytes_per_s` None:
     there is no GPU, or the driver does not pin its memory.
     """
 

@@ -8,6 +8,9 @@ newest block (it is written in every step), the sink, then the recent region fro
 
 A block that the next step will open counts as the newest one already: so its place is kept free, or is cleared in time,
 because a demotion frees its source only after its step.
+
+Of a context that is to grow by known tokens, as a prompt that is computed in chunks, only blocks are wanted that will
+be so when it has grown: others would have to leave again, too late for those that come to take their places.
 """
 
 from collections.abc import Sequence
@@ -52,7 +55,7 @@ class Residency:
 
         Args:
             context_lens: tokens of each context after the coming step.
-            next_lens: tokens to which it is to grow then, at least as many.
+            next_lens: tokens to which it is to grow then, at least as many; the last of them may not be known yet.
             num_doubles: places of the tier that several contexts share, counted once less than there are contexts. When
                 what is shared leaves the tier, there are fewer in the next step, until all fits.
         """
@@ -69,13 +72,24 @@ class Residency:
     def wants(self, context_len: int, next_len: int) -> ResidentBlocks:
         """What a context would have on the accelerator tier if it were alone there."""
         num_sink = self._regions.num_sink_blocks(context_len)
-        num_recent = self._regions.num_recent_blocks(context_len)
+        num_recent = self._num_recent(context_len, max(context_len, next_len - 1))
         num_blocks = -(-context_len // self._regions.block_size)
         if next_len > num_blocks * self._regions.block_size:
             num_blocks, num_recent = num_blocks + 1, num_recent + 1
         elif num_blocks and not num_recent:  # a context shorter than the sink: its newest block still comes first
             num_sink, num_recent = num_sink - 1, 1
         return ResidentBlocks(num_blocks=num_blocks, num_first=num_sink, num_last=num_recent)
+
+    def _num_recent(self, context_len: int, known_len: int) -> int:
+        """Newest blocks behind the sink that will still be wanted when a context has `known_len` tokens; at least the
+        newest one."""
+        num_now = self._regions.num_recent_blocks(context_len)
+        if known_len == context_len:
+            return num_now
+        num_coming = -(-known_len // self._regions.block_size) - -(-context_len // self._regions.block_size)
+        most = self._num_blocks - self._regions.num_sink_blocks(known_len)
+        num_kept = min(self._regions.num_recent_blocks(known_len), most) - num_coming
+        return min(num_now, max(1, num_kept))
 
 
 def share_fairly(wants: Sequence[int], capacity: int) -> list[int]:

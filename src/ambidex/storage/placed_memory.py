@@ -1,6 +1,6 @@
 """`PlacedMemory`: host memory of which parts lie on chosen NUMA nodes, as the kernel confirms.
 
-    map        fresh pages that nobody has touched, the whole a multiple of a huge page
+    map        fresh pages that nobody has touched
     place      a part gets its policy, is touched, and the kernel is asked where each of its pages lies
 
 A part that does not come to lie where it was asked for is a refusal with a reason, and no error: whoever asked goes on

@@ -93,6 +93,24 @@ def test_try_extend_of_unfinished_prefill_leaves_a_place_for_the_next_block() ->
     assert tiers_of(kv, lease, 14) == "gdgg"
 
 
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("recent", [16, None])
+def test_prompt_in_any_number_of_chunks_ends_with_its_newest_blocks_on_the_accelerator(
+    num_chunks: int, recent: int | None
+) -> None:
+    kv = make_manager(8, 64, recent=recent)
+    lease = kv.open(RequestId("a"))
+    length = 40 * num_chunks
+    for num_computed in range(0, length, 40):
+        assert kv.try_extend(lease, num_computed + 40, num_known_tokens=length)
+        moves = kv.begin_demotions({lease: num_computed})
+        kv.finish_moves([move.move_id for move in moves], [])
+    tiers = tiers_of(kv, lease, length)
+    assert tiers[0] == "g"
+    assert tiers.endswith("gggg" if recent else "ggggg")
+    kv.check()
+
+
 def test_try_extend_with_full_accelerator_uses_dram() -> None:
     kv = make_manager(2, 8)
     make_lease(kv, 7, name="a")

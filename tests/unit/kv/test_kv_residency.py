@@ -69,6 +69,29 @@ def test_residency_without_a_block_opened_next_counts_what_is_there() -> None:
     assert resident(15, capacity=4, next_len=16) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("context_len", "known_len", "blocks"),
+    [
+        (20, 40, [0, 4, 5]),  # none of it will be recent: the newest block, and the one that is opened next
+        (32, 40, [0, 7, 8]),
+        (35, 40, [0, 7, 8, 9]),
+        (36, 40, [0, 7, 8, 9]),
+        (40, 40, [0, 7, 8, 9]),
+    ],
+)
+def test_residency_of_a_prompt_in_chunks_wants_what_it_will_want_at_its_end(
+    context_len: int, known_len: int, blocks: list[int]
+) -> None:
+    assert resident(context_len, capacity=10, recent=10, next_len=known_len) == blocks
+
+
+def test_residency_of_a_prompt_in_chunks_without_window_wants_what_the_tier_will_hold() -> None:
+    assert resident(20, capacity=10, next_len=36) == [0, 1, 2, 3, 4, 5]
+    assert resident(20, capacity=6, next_len=36) == [0, 4, 5]
+    assert resident(28, capacity=6, next_len=36) == [0, 4, 5, 6, 7]
+    assert resident(36, capacity=6, next_len=36) == [0, 4, 5, 6, 7, 8]
+
+
 def test_residency_of_empty_context_is_empty() -> None:
     assert resident(0, capacity=4) == []
 

@@ -9,9 +9,9 @@ rest with the largest sums; the others are dropped for good. What is attended is
 Differences from the authors' code: one score a KV head, the sum over the query heads that share it; one score a request
 (theirs adds up the batch); in theirs the mask is one longer than the scores, so the key between recent ones and the
 rest is always lost and the step's own key counts as a recent one: here none is lost, and the own key comes on top; a
-request without a limit of its answer raises τ by 0.01 a step, their configuration's fallback. The noise is drawn from
-the engine's seed, layer and position, so that it does not depend on other requests or on how a prompt is cut. Positions
-are the original ones, as in their main program.
+request without a limit of its answer raises τ by 0.01 a step, their configuration's fallback. The noise is a hash of
+the engine's seed, layer, position, head and key, so that it depends neither on other requests, nor on how a prompt is
+cut, nor on the device. Positions are the original ones, as in their main program.
 """
 
 from typing import Final
@@ -25,6 +25,9 @@ from ambidex.core.model_spec import ModelSpec
 from ambidex.core.policy import PolicySettings
 
 TAU_STEP_WITHOUT_LIMIT: Final = 0.01
+MAX_NUMBERS: Final = 1 << 21
+"""Of noise that are made at once, in words of 8 bytes: 16 MiB, and as much beside them."""
+_MASK: Final = 2**32 - 1
 
 
 class Keyformer(BudgetPolicy):
@@ -72,9 +75,12 @@ class _Noisy(NewestAndBest):
     def weigh(self, probs: Tensor) -> Tensor:
         num_heads, num_queries, num_keys = probs.shape
         first = num_keys - num_queries
-        noise = torch.zeros(probs.shape, device=probs.device)
-        for row, position in enumerate(range(first, num_keys)):
-            noise[:, row, : position + 1] = gumbel_noise(self._noise_seed, position, num_heads, probs.device)
+        positions = torch.arange(first, num_keys, device=probs.device)
+        noise = torch.empty(probs.shape, device=probs.device)
+        most = max(1, MAX_NUMBERS // (num_heads * num_keys))
+        for row in range(0, num_queries, most):
+            some = slice(row, row + most)
+            noise[:, some] = gumbel_noise(self._noise_seed, positions[some], num_heads, num_keys)
         num_steps = max(0, num_keys - self._num_prompt)  # 0 for queries of the prompt, which come before all others
         tau = self._tau + num_steps * self._tau_step
         # log p differs from x by the same number for all keys of a query, which a softmax does not see.
@@ -86,11 +92,36 @@ def noise_seed(seed: int, layer_idx: int) -> int:
     return (seed * 1_000_003 + layer_idx) % 2**40
 
 
-def gumbel_noise(layer_seed: int, position: int, num_heads: int, device: torch.device) -> Tensor:
-    """Gumbel(0, 1) noise of one query for each head and key that it sees: [Hq, position + 1] fp32.
+def gumbel_noise(layer_seed: int, positions: Tensor, num_heads: int, num_keys: int) -> Tensor:
+    """Gumbel(0, 1) noise of queries for each head and key: [Hq, n, num_keys] fp32 on the device of `positions`.
 
-    Devices of another kind draw other numbers.
+    Args:
+        layer_seed: of `noise_seed`.
+        positions: [n] int64, of the queries.
     """
-    generator = torch.Generator(device).manual_seed(layer_seed * 2**22 + position)
-    uniform = torch.rand(num_heads, position + 1, generator=generator, device=device).clamp_(1e-20, 1 - 1e-7)
-    return -(-uniform.log()).log()
+    device = positions.device
+    scattered = layer_seed * 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: seeds that are near do not stay so
+    low, high = scattered & _MASK, scattered >> 32 & _MASK
+    heads = torch.arange(num_heads, device=device)[:, None]
+    # Two words for each head and query, made in different ways: rows that share one do not share their noise.
+    first = hash_(hash_(positions ^ low) ^ heads)[:, :, None]
+    second = hash_(hash_(heads ^ high) ^ positions)[:, :, None]
+    bits = hash_(hash_(torch.arange(num_keys, device=device) ^ first) ^ second)  # [Hq, n, S]
+    uniform = (bits >> 9).float().add_(0.5).mul_(2.0**-23)  # above 0 and below 1, and exact
+    return uniform.log_().neg_().log_().neg_()
+
+
+def hash_(words: Tensor) -> Tensor:
+    """A one-to-one map of 32-bit words, in int64, whose bits depend on all bits of the word; in place.
+
+    No product is above 2^63: the result is the same on every device.
+    Source: github.com/skeeto/hash-prospector, the constants (16, 21f0aaad, 15, 735a2d97, 15).
+    """
+    words ^= words >> 16
+    words *= 0x21F0AAAD
+    words &= _MASK
+    words ^= words >> 15
+    words *= 0x735A2D97
+    words &= _MASK
+    words ^= words >> 15
+    return words
