@@ -176,20 +176,45 @@ def main() -> int:
     return 0
 
 
+def add_model_options(parser: argparse.ArgumentParser, *, output: str, shape: str = "llama-3.1-8b") -> None:
+    """--shape, --device, --dtype and --output, as all benchmarks over a shape have them.
+
+    Args:
+        output: file in bench/results that gets a line; shape: of the model, if none is asked for.
+    """
+    parser.add_argument("--shape", choices=SHAPES, default=shape, help="of the model")
+    parser.add_argument("--device", type=DeviceKind, choices=list(DeviceKind), default=DeviceKind.CUDA, help="where")
+    parser.add_argument("--dtype", type=DTypeChoice, choices=[c for c in DTypeChoice if c is not DTypeChoice.AUTO],
+                        default=DTypeChoice.BF16, help="number format")  # fmt: skip
+    parser.add_argument("--output", type=Path, default=REPO / "bench/results" / output, help="gets a line")
+
+
+def shape_number(shape: str, *names: str) -> int:
+    """A number of a shape: the first of these fields that it has."""
+    fields = SHAPES[shape]
+    value = next(fields[name] for name in names if name in fields)
+    if not isinstance(value, int):
+        raise TypeError(f"{names} of {shape}: expected a whole number, got {value!r}")
+    return value
+
+
+def kv_sizes(shape: str) -> tuple[int, int, int]:
+    """Layers, KV heads and head_dim of a shape."""
+    heads = shape_number(shape, "num_attention_heads")
+    kv_heads = shape_number(shape, "num_key_value_heads", "num_attention_heads")
+    return shape_number(shape, "num_hidden_layers"), kv_heads, shape_number(shape, "hidden_size") // heads
+
+
 def parse_options() -> Options:
     """Read the command line; ends the program with code 2 if it is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
-    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b", help="of the model")
+    add_model_options(parser, output="decode_gpu.jsonl")
     parser.add_argument("--points", default="1x2048,1x8192,1x16384,16x8192", help="what to measure, in this order")
     parser.add_argument("--steps", type=int, default=40, help="measured steps of each point")
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a step while prompts are computed")
-    parser.add_argument("--device", type=DeviceKind, choices=list(DeviceKind), default=DeviceKind.CUDA, help="where")
-    parser.add_argument("--dtype", type=DTypeChoice, choices=[c for c in DTypeChoice if c is not DTypeChoice.AUTO],
-                        default=DTypeChoice.BF16, help="number format")  # fmt: skip
     parser.add_argument("--graphs", type=Graphs, choices=list(Graphs), default=Graphs.AUTO, help="use")
     parser.add_argument("--profile", action="store_true", help="list the kernels that take the most time")
-    parser.add_argument("--output", type=Path, default=REPO / "bench/results/decode_gpu.jsonl", help="gets a line")
     args = parser.parse_args()
     try:
         points = tuple(Point.parse(word) for word in args.points.split(","))
@@ -314,7 +339,7 @@ def fill(engine: Engine, point: Point, options: Options, *, temperature: float =
         RuntimeError: a request failed or ended, or the prompts do not come to an end.
     """
     rng = random.Random(point.batch * 1_000_003 + point.context)
-    vocab_size = int(SHAPES[options.shape]["vocab_size"])  # type: ignore[call-overload]
+    vocab_size = shape_number(options.shape, "vocab_size")
     params = SamplingParams(
         max_output_tokens=num_output_tokens(options, options.points), temperature=temperature, ignore_eos=True
     )

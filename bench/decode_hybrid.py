@@ -31,7 +31,7 @@ import decode_gpu
 from ambidex import EngineConfig
 from ambidex.attention.selective import SelectiveAttention
 from ambidex.attention.tiered import TieredAttention
-from ambidex.core.config import DeviceKind, DTypeChoice, Graphs, KVDTypeChoice, LoadFormat
+from ambidex.core.config import DeviceKind, Graphs, KVDTypeChoice, LoadFormat
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import AmbidexError
 from ambidex.core.ids import Lane
@@ -43,7 +43,7 @@ from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.input_batch import InputBatch
 from ambidex.runner.runner import call_model
-from harness import REPO, Quantiles, append_record, environment, significant
+from harness import Quantiles, append_record, environment, significant
 
 DRAM_PROBE_BYTES: Final = 4 * 2**30
 COPY_BYTES: Final = 256 * 2**20
@@ -104,7 +104,7 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory() as folder:
             decode_gpu.make_model_folder(Path(folder), options.shape)
-            width = int(decode_gpu.SHAPES[options.shape]["hidden_size"])  # type: ignore[call-overload]
+            width = decode_gpu.shape_number(options.shape, "hidden_size")
             form = None if options.device is DeviceKind.CUDA else DecodeForm.FIXED
             start = time.perf_counter()
             engine = build_engine(
@@ -159,7 +159,7 @@ def parse_options() -> tuple[decode_gpu.Options, argparse.Namespace]:
     """Read the command line; ends the program with code 2 if it is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
-    parser.add_argument("--shape", choices=decode_gpu.SHAPES, default="llama-3.1-8b", help="of the model")
+    decode_gpu.add_model_options(parser, output="decode_hybrid.jsonl")
     parser.add_argument("--points", default="1x2048,1x8192,1x16384,1x32768", help="BATCHxCONTEXT, in this order")
     parser.add_argument("--steps", type=int, default=30, help="measured steps of each point")
     parser.add_argument("--sink", type=int, default=64, help="first tokens on the GPU")
@@ -172,11 +172,7 @@ def parse_options() -> tuple[decode_gpu.Options, argparse.Namespace]:
     parser.add_argument("--max-dropped-mass", type=float, default=0.01, help="of each softmax, with bounded")
     parser.add_argument("--score-spread", type=float, help="standard deviation of scores in nats, of a normal "
                         "distribution; default: that of dummy weights, 1.6 with llama-3.1-8b")  # fmt: skip
-    parser.add_argument("--device", type=DeviceKind, choices=list(DeviceKind), default=DeviceKind.CUDA, help="where")
-    parser.add_argument("--dtype", type=DTypeChoice, choices=[c for c in DTypeChoice if c is not DTypeChoice.AUTO],
-                        default=DTypeChoice.BF16, help="number format")  # fmt: skip
     parser.add_argument("--profile", action="store_true", help="list the kernels that take the most time")
-    parser.add_argument("--output", type=Path, default=REPO / "bench/results/decode_hybrid.jsonl", help="gets a line")
     args = parser.parse_args()
     try:
         points = tuple(decode_gpu.Point.parse(word) for word in args.points.split(","))
@@ -226,11 +222,11 @@ def make_config(folder: str, options: decode_gpu.Options, args: argparse.Namespa
 
 def kv_in_dram(options: decode_gpu.Options, args: argparse.Namespace) -> KVSpec:
     """The KV cache of the shape as the DRAM tier keeps it."""
-    shape = decode_gpu.SHAPES[options.shape]
+    num_layers, num_kv_heads, head_dim = decode_gpu.kv_sizes(options.shape)
     return KVSpec(
-        num_layers=int(shape["num_hidden_layers"]),  # type: ignore[call-overload]
-        num_kv_heads=int(shape.get("num_key_value_heads", shape["num_attention_heads"])),  # type: ignore[call-overload]
-        head_dim=int(shape["hidden_size"]) // int(shape["num_attention_heads"]),  # type: ignore[call-overload]
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         dtype=DType((options.dtype if args.kv_dtype is KVDTypeChoice.AUTO else args.kv_dtype).value),
         block_size=decode_gpu.BLOCK_SIZE,
         order=KVOrder.TILES,

@@ -83,7 +83,7 @@ from ambidex.runner.device import choose_device
 from ambidex.solver.placement_file import placement_json
 from ambidex.storage.host_memory import HostMemory
 from ambidex.storage.pinned import register_pinned
-from harness import REPO, Quantiles, append_record, environment, significant
+from harness import Quantiles, append_record, environment, significant
 from planned import PromptsOnDemand
 
 
@@ -281,7 +281,7 @@ def parse_args() -> argparse.Namespace:
     """Read the command line; ends the program with code 2 if it is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
-    parser.add_argument("--shape", choices=decode_gpu.SHAPES, default="opt-30b", help="of the model")
+    decode_gpu.add_model_options(parser, output="decode_weights.jsonl", shape="opt-30b")
     parser.add_argument("--layers", type=int, help="of the model; default: the shape's")
     parser.add_argument("--placement", default="ours", help=f"of the weights: some of {','.join(PLACEMENTS)}")
     parser.add_argument("--sparsity", default="off", help="forms to compare, such as off,relu,relu-screened+dynamic; "
@@ -293,11 +293,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=1024, help="tokens of a prefill step")
     parser.add_argument("--prefill", type=int, default=0, help="tokens of a prompt that is computed, in one chunk")
     parser.add_argument("--kv-gpu-percent", type=int, default=100, help="of keys and values, on the GPU")
-    parser.add_argument("--device", type=DeviceKind, choices=list(DeviceKind), default=DeviceKind.CUDA, help="where")
-    parser.add_argument("--dtype", type=DTypeChoice, choices=[c for c in DTypeChoice if c is not DTypeChoice.AUTO],
-                        default=DTypeChoice.BF16, help="number format")  # fmt: skip
     parser.add_argument("--kind", choices=RECORD_BYTES, help="GGUF type of the matrices; default: numbers of --dtype")
-    parser.add_argument("--output", type=Path, default=REPO / "bench/results/decode_weights.jsonl", help="gets a line")
     args = parser.parse_args()
     try:
         args.sparsity = [Variant.parse(word) for word in args.sparsity.split(",")]

@@ -29,7 +29,7 @@ import decode_gpu
 import decode_hybrid
 from ambidex import EngineConfig
 from ambidex.attention.selective import SelectiveAttention
-from ambidex.core.config import DeviceKind, DTypeChoice, Graphs, LoadFormat
+from ambidex.core.config import DeviceKind, Graphs, LoadFormat
 from ambidex.core.errors import AmbidexError
 from ambidex.core.policy import HybridGenMode
 from ambidex.core.selection import SelectionDecision, SelectionSetting
@@ -39,7 +39,7 @@ from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.runner.input_batch import InputBatch
 from ambidex.runner.runner import ModelRunner, call_model
 from ambidex.sched.feedback import SelectionFeedback
-from harness import REPO, append_record, environment, significant
+from harness import append_record, environment, significant
 
 NUM_WARMUP: Final = 2
 """Steps of each fixed setting that are not counted."""
@@ -74,7 +74,7 @@ class Bench:
     def __init__(self, options: decode_gpu.Options, args: argparse.Namespace, folder: str) -> None:
         self._options = options
         self._args = args
-        width = int(decode_gpu.SHAPES[options.shape]["hidden_size"])  # type: ignore[call-overload]
+        width = decode_gpu.shape_number(options.shape, "hidden_size")
         self.engine: Engine = build_engine(make_config(folder, options, args), forward=RandomKeys(width))
         runner, feedback = self.engine.core.executor, self.engine.core.scheduler.feedback
         assert isinstance(runner, ModelRunner), "no setting of this engine puts another in its place"
@@ -201,7 +201,7 @@ def parse_options() -> tuple[decode_gpu.Options, argparse.Namespace]:
     """Read the command line; ends the program with code 2 if it is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
-    parser.add_argument("--shape", choices=decode_gpu.SHAPES, default="llama-3.1-8b", help="of the model")
+    decode_gpu.add_model_options(parser, output="hybridgen_grid.jsonl")
     parser.add_argument("--points", default="1x4096,1x16384,4x4096", help="BATCHxCONTEXT, in this order")
     parser.add_argument("--keys", default="128,512,2048", help="numbers of selected keys; the least is the floor")
     parser.add_argument("--threads", default="15,7", help="that score; the second is what is left after the loss")
@@ -210,10 +210,6 @@ def parse_options() -> tuple[decode_gpu.Options, argparse.Namespace]:
     parser.add_argument("--near", type=int, default=960, help="newest keys that are attended with true scores")
     parser.add_argument("--exact-layers", type=int, default=2, help="first layers that do not look ahead")
     parser.add_argument("--recent", type=int, default=1024, help="last tokens on the GPU")
-    parser.add_argument("--device", type=DeviceKind, choices=list(DeviceKind), default=DeviceKind.CUDA, help="where")
-    parser.add_argument("--dtype", type=DTypeChoice, choices=[c for c in DTypeChoice if c is not DTypeChoice.AUTO],
-                        default=DTypeChoice.BF16, help="number format")  # fmt: skip
-    parser.add_argument("--output", type=Path, default=REPO / "bench/results/hybridgen_grid.jsonl", help="gets a line")
     args = parser.parse_args()
     try:
         points = tuple(decode_gpu.Point.parse(word) for word in args.points.split(","))

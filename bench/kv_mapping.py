@@ -24,12 +24,12 @@ import torch
 
 import decode_gpu
 from ambidex import EngineConfig
-from ambidex.core.config import DeviceKind, DTypeChoice, Graphs, LoadFormat
+from ambidex.core.config import DTypeChoice, Graphs, LoadFormat
 from ambidex.core.errors import AmbidexError
 from ambidex.core.kv_mapping import KVMapping
 from ambidex.core.policy import PolicyName
 from ambidex.engine.compose import build_engine
-from harness import REPO, Quantiles, append_record, environment, significant
+from harness import Quantiles, append_record, environment, significant
 
 MAPPINGS: Final = (KVMapping.DRAM, KVMapping.K_DRAM_V_CXL, KVMapping.INTERLEAVE)
 MARGIN: Final = 1.2
@@ -83,7 +83,7 @@ def parse_options() -> tuple[decode_gpu.Options, argparse.Namespace]:
     """Read the command line; ends the program with code 2 if it is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
-    parser.add_argument("--shape", choices=decode_gpu.SHAPES, default="llama-3.1-8b", help="of the model")
+    decode_gpu.add_model_options(parser, output="kv_mapping.jsonl")
     parser.add_argument("--points", default="1x8192,1x32768", help="BATCHxCONTEXT, in this order")
     parser.add_argument("--steps", type=int, default=30, help="measured steps of each point and round")
     parser.add_argument("--rounds", type=int, default=3, help="times that all three mappings are measured")
@@ -91,11 +91,7 @@ def parse_options() -> tuple[decode_gpu.Options, argparse.Namespace]:
     parser.add_argument("--node", type=int, help="NUMA node of the CXL tier; default: it is emulated")
     parser.add_argument("--selected", type=int, default=400, help="keys that the policy selects for each KV head")
     parser.add_argument("--near", type=int, default=64, help="newest keys that it attends besides")
-    parser.add_argument("--device", type=DeviceKind, choices=list(DeviceKind), default=DeviceKind.CUDA, help="where")
-    parser.add_argument("--dtype", type=DTypeChoice, choices=[c for c in DTypeChoice if c is not DTypeChoice.AUTO],
-                        default=DTypeChoice.BF16, help="number format")  # fmt: skip
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a prompt that are computed at once")
-    parser.add_argument("--output", type=Path, default=REPO / "bench/results/kv_mapping.jsonl", help="gets a line")
     args = parser.parse_args()
     try:
         points = tuple(decode_gpu.Point.parse(word) for word in args.points.split(","))
@@ -115,12 +111,10 @@ def make_config(folder: str, options: decode_gpu.Options, args: argparse.Namespa
     more = decode_gpu.num_output_tokens(options, options.points)
     batch = max(point.batch for point in options.points)
     num_tokens = max(point.batch * (point.context + more + 2 * decode_gpu.BLOCK_SIZE) for point in options.points)
-    shape = decode_gpu.SHAPES[options.shape]
-    heads = int(shape.get("num_key_value_heads", shape["num_attention_heads"]))  # type: ignore[call-overload]
-    dim = int(shape["hidden_size"]) // int(shape["num_attention_heads"])  # type: ignore[call-overload]
+    num_layers, heads, dim = decode_gpu.kv_sizes(options.shape)
     number_bytes = 4 if options.dtype is DTypeChoice.FP32 else 2
     row_bytes = -(-dim // 32) * 32 * number_bytes
-    part_bytes = int(MARGIN * num_tokens * int(shape["num_hidden_layers"]) * heads * row_bytes)  # type: ignore[call-overload]
+    part_bytes = int(MARGIN * num_tokens * num_layers * heads * row_bytes)
     tier: dict[str, Any] = {}
     if mapping is not KVMapping.DRAM:
         tier = {"cxl_memory": part_bytes, "kv_mapping": mapping}

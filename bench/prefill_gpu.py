@@ -32,8 +32,8 @@ from ambidex.engine.engine import Engine
 from ambidex.formats.locate import find_model
 from ambidex.formats.spec import read_spec
 from ambidex.runner.device import TORCH_DTYPES
-from decode_gpu import BLOCK_SIZE, SHAPES, forget_probes, make_model_folder, watch_memory
-from harness import REPO, Quantiles, append_record, environment, measure_seconds, significant
+from decode_gpu import BLOCK_SIZE, add_model_options, forget_probes, make_model_folder, shape_number, watch_memory
+from harness import Quantiles, append_record, environment, measure_seconds, significant
 
 NUM_SINK_TOKENS: Final = 64
 RECENT_WINDOW: Final = 1024
@@ -101,17 +101,13 @@ def parse_options() -> Options:
     """Read the command line; ends the program with code 2 if it is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
-    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b", help="of the model")
+    add_model_options(parser, output="prefill_gpu.jsonl")
     parser.add_argument("--prompts", default="8192,32768", help="lengths in tokens")
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a step")
     parser.add_argument("--runs", type=int, default=3, help="measured prompts of each length")
-    parser.add_argument("--device", type=DeviceKind, choices=list(DeviceKind), default=DeviceKind.CUDA, help="where")
-    parser.add_argument("--dtype", type=DTypeChoice, choices=[c for c in DTypeChoice if c is not DTypeChoice.AUTO],
-                        default=DTypeChoice.BF16, help="number format")  # fmt: skip
     parser.add_argument("--kv-dtype", type=KVDTypeChoice, choices=list(KVDTypeChoice), default=KVDTypeChoice.AUTO,
                         help="number format of keys in DRAM")  # fmt: skip
     parser.add_argument("--profile", action="store_true", help="list the kernels that take the most time")
-    parser.add_argument("--output", type=Path, default=REPO / "bench/results/prefill_gpu.jsonl", help="gets the lines")
     args = parser.parse_args()
     try:
         prompts = tuple(int(word) for word in args.prompts.split(","))
@@ -190,7 +186,7 @@ def run(engine: Engine, length: int, options: Options) -> float:
         RuntimeError: the request failed.
     """
     rng = random.Random(length)
-    vocab_size = int(SHAPES[options.shape]["vocab_size"])  # type: ignore[call-overload]
+    vocab_size = shape_number(options.shape, "vocab_size")
     prompt = [rng.randrange(3, vocab_size) for _ in range(length)]
     request = engine.make_request(prompt, SamplingParams(max_output_tokens=1, temperature=0.0, ignore_eos=True))
     start = time.perf_counter()
