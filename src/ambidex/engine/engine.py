@@ -207,7 +207,7 @@ class Engine:
             self.core.step()
 
     def close(self, *, is_trusted: bool = True, save_s: float | None = None) -> None:
-        """End: what is to outlive the process is saved, unless the engine's state is unknown, and threads end. Nothing may
+        """End: what is to outlive the process is saved, unless the engine's state is unknown; threads end. Nothing may
         run. Closing again does nothing.
 
         Args:
