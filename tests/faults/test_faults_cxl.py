@@ -10,6 +10,7 @@ import pytest
 from ambidex import EngineConfig
 from ambidex.core.errors import ConfigError, MachineError
 from ambidex.core.ids import Fallback, Tier
+from ambidex.core.policy import PolicyName
 from ambidex.core.units import MIB
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
@@ -164,3 +165,17 @@ def test_malformed_topology_is_an_error_without_a_traceback_of_ours(folder: Path
     config = EngineConfig(model=str(folder), cxl_memory=MIB, **SPLIT)
     with pytest.raises(MachineError, match="cpulist says"):
         build_engine(config, host_memory=HostMemory(topology=fail))
+
+
+def test_where_no_memory_is_left_for_rows_of_a_policy_they_are_read_from_blocks(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"policy": PolicyName.HYBRIDGEN, "exact_layers": 1, "near_tokens": 3}
+    kernel = FakeKernel()
+    engine = build(folder, kernel, NEAR, FAR, **options)
+    kernel.refuse = errno.ENOMEM  # the node has filled up since the pool was placed
+    expected = tokens(run(build(folder, FakeKernel(), NEAR, FAR, **options)))
+    assert tokens(run(engine)) == expected
+    assert 1 <= engine.stats.fallbacks[Fallback.NO_ROWS] <= len(expected)
+    assert caplog.text.count("keys are read where they lie in their pools") == 1
+    engine.core.scheduler.check()

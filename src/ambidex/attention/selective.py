@@ -64,6 +64,7 @@ class _State:
     """What is kept of a request from its first step until it is forgotten."""
 
     request: PolicyRequest
+    max_tokens: int
     selectors: list[Selector] = field(default_factory=list)
     num_computed: int = 0
     """Tokens that the selectors have taken in."""
@@ -101,6 +102,11 @@ class _Work:
         if self.made is None:
             self.made = self.make_context()
         return self.made
+
+    @property
+    def max_tokens(self) -> int:
+        """Of the request, at most."""
+        return self.state.max_tokens
 
     @property
     def prompt_rows(self) -> slice:
@@ -236,7 +242,8 @@ class SelectiveAttention:
         self._states[request.request_id] = _State(
             request=PolicyRequest(
                 num_prompt_tokens=len(request.prompt_token_ids), max_output_tokens=request.params.max_output_tokens
-            )
+            ),
+            max_tokens=request.max_tokens,
         )
 
     def forget(self, request_id: RequestId) -> None:
@@ -256,6 +263,12 @@ class SelectiveAttention:
     def early(self) -> EarlyDecode | None:
         """Who answers steps of one token a request, with scores made a layer ahead; None: nobody."""
         return self._early
+
+    @property
+    def num_row_refusals(self) -> int:
+        """Requests so far for whose rows the machine had no memory."""
+        store = self._early.row_store if self._early is not None else self._row_store
+        return store.num_refusals if store is not None else 0
 
     @property
     def has_prompts(self) -> bool:
@@ -448,7 +461,13 @@ class SelectiveAttention:
         """Rows of the requests that have no prompt in this step."""
         for work in self._works:
             if not work.num_prompt_rows:
-                work.rows = store.prepare(work.request_id, work.start, work.num_rows, work.make_context)
+                work.rows = store.prepare(
+                    work.request_id,
+                    work.start,
+                    work.num_rows,
+                    max_tokens=work.max_tokens,
+                    make_context=work.make_context,
+                )
 
     def _find_new_rows(self) -> list[tuple[Tier, Tensor, Tensor]]:
         """Where the decode queries' own rows go: tier, rows among T, slots on the tier's device."""

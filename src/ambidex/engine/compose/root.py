@@ -22,7 +22,7 @@ from ambidex.engine.compose.parts import (
     make_tuner,
     with_policy,
 )
-from ambidex.engine.compose.report import collect_fallbacks, describe
+from ambidex.engine.compose.report import collect_fallbacks, describe, find_pin_refusals
 from ambidex.engine.compose.sessions import find_identity, make_sessions
 from ambidex.engine.compose.weights import Progress, load_model
 from ambidex.engine.core import EngineCore
@@ -123,7 +123,6 @@ def build_engine(
     clock = LaneClock() if config.tune_weights else None
     model, divided = load_model(config, choices, progress, host_memory, cpu_levels, clock, shape_dummy)
     pools = make_pools(choices, host_memory, host_parts)
-    fallbacks = collect_fallbacks(config, choices, pools, None if divided is None else divided.weights)
     identity = find_identity(config, choices)
     kv_manager = KVManager(
         choices.memory.num_blocks,
@@ -148,6 +147,7 @@ def build_engine(
         max_tokens_per_step=config.max_tokens_per_step,
         max_running_requests=choices.most_running(config),
         max_context_len=choices.memory.max_context_len,
+        max_kept_rows=choices.memory.max_kept_rows,
         seed=config.seed,
         feedback=make_feedback(choices, tell),
         restore=sessions.restore if sessions is not None else None,
@@ -161,9 +161,13 @@ def build_engine(
     tuner = make_tuner(config, choices, divided, decode_steps, stream_share=stream.share, copy=copy_weights)
     after_step = tuner.after_step if tuner is not None else None
     trace = trace_lanes(tracer, choices.device, copy)
+    attention = with_policy(config, choices, model, make_attention(choices, pools, min_streamed, trace), host_memory)
+    fallbacks = collect_fallbacks(
+        config, choices, pools, None if divided is None else divided.weights, find_pin_refusals(attention)
+    )
     runner = ModelRunner(
         model=model,
-        attention=with_policy(config, choices, model, make_attention(choices, pools, min_streamed, trace), host_memory),
+        attention=attention,
         sampler=Sampler(vocab_size=choices.spec.vocab_size, device=choices.device),
         copies=CopyEngine(pools, copy=trace.copy),
         device=choices.device,
