@@ -500,7 +500,7 @@ class SelectiveAttention:
     def _show_prompt(self, layer_idx: int, work: _Work, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Tell the policy what it needs of the prompt's tokens."""
         rows, selector, needs = work.prompt_rows, work.selectors[layer_idx], self._policy.needs
-        if not work.num_prompt_rows:
+        if not work.num_prompt_rows or work.state.request.max_output_tokens == 1:  # then nothing is decoded
             return
         if Need.ROWS in needs:
             selector.add_rows(*self._as_kept(k[rows], v[rows]))
