@@ -11,14 +11,13 @@ from ambidex.core.model_spec import ModelSpec
 from ambidex.core.regions import Regions
 from ambidex.engine.compose.choices import Choices, make_choices
 from ambidex.engine.compose.control import open_control_trace
-from ambidex.engine.compose.host import paced_copy, place_host
+from ambidex.engine.compose.host import make_placed_pools, paced_copy, place_host
 from ambidex.engine.compose.lanes import choose_scan, choose_stream, explain_stream
 from ambidex.engine.compose.parts import (
     make_attention,
     make_bounded,
     make_decode_steps,
     make_feedback,
-    make_pools,
     make_tuner,
     with_policy,
 )
@@ -122,7 +121,8 @@ def build_engine(
     torch.set_num_threads(choices.num_threads)
     clock = LaneClock() if config.tune_weights else None
     model, divided = load_model(config, choices, progress, host_memory, cpu_levels, clock, shape_dummy)
-    pools = make_pools(choices, host_memory, host_parts)
+    choices, pools = make_placed_pools(choices, host_memory, host_parts)
+    del host_parts
     identity = find_identity(config, choices)
     kv_manager = KVManager(
         choices.memory.num_blocks,
