@@ -320,19 +320,6 @@ def raising(error: Exception) -> Callable[..., Any]:
     return fail
 
 
-def test_where_there_is_no_memory_for_what_lanes_share_steps_take_the_ordinary_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = make_engine_folder(tmp_path, "llama")
-    wanted = run(make_hybrid(folder, DecodeForm.ORDINARY), greedy())
-
-    monkeypatch.setattr(graphs, "Handover", raising(RuntimeError("CUDA error: out of memory")))
-    engine = make_hybrid(folder, DecodeForm.FIXED)
-    assert run(engine, greedy()) == wanted
-    assert engine.stats.num_graph_failures == 1
-    assert caplog.text.count("CUDA graphs are given up") == 1
-
-
 @pytest.mark.parametrize(
     "fault",
     [RuntimeError("CUDA error: an illegal memory access was encountered"), ShapeError("q is [1, 2], not [2, 2]")],

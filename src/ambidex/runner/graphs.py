@@ -6,7 +6,8 @@
 A step has this form if each request has one new token whose block lies on the accelerator; others take the ordinary
 path. Where older keys lie in DRAM the CPU lane answers each layer (`attention/handover.py`); such a step has a graph of
 its own, and another one where the bounded policy scans those keys. The first step of a bucket runs as it is, which is
-its answer and warms everything up, and is then captured. If capturing fails, graphs are given up with one warning, and
+its answer and warms everything up, and is then captured; where it waits for the CPU it has run before without its
+answers, so that no lane waits for a compiler. If capturing fails, graphs are given up with one warning, and
 every step takes the ordinary path.
 """
 
@@ -372,9 +373,26 @@ class DecodeSteps:
             self._compute(num_rows, None)
             return
         host.reset()
-        streams = self._stream is not None and batches is not None and not self._batch.is_scanned
-        with host.answering(batches), self._inline_stream() if streams else nullcontext():
+        with host.answering(batches), self._inline_stream() if self._streams(batches) else nullcontext():
             self._compute(num_rows, host)
+
+    def _rehearse(self, num_rows: int, host: HostAnswers, batches: Sequence[KeyBatch] | None) -> None:
+        """Run a step with whatever lies where the CPU's answers would: kernels that are compiled meanwhile, for
+        seconds, are ready before one lane waits for another within a limit. What it gives is worthless.
+
+        NOTE: the step that follows stores the same rows in the same slots, and reads none of this one's.
+        """
+        host.reset()
+        host.release()
+        try:
+            with self._inline_stream() if self._streams(batches) else nullcontext():
+                self._compute(num_rows, host)
+        finally:
+            host.mark_launched()
+
+    def _streams(self, batches: Sequence[KeyBatch] | None) -> bool:
+        """Whether the stream lane has a part in the step."""
+        return self._stream is not None and batches is not None and not self._batch.is_scanned
 
     def _inline_stream(self) -> AbstractContextManager[None]:
         assert self._stream is not None, "there is a stream lane"
@@ -526,11 +544,14 @@ class DecodeSteps:
     def _try_capture(
         self, capture: Capture, num_rows: int, host: HostAnswers | None, batches: Sequence[KeyBatch] | None
     ) -> bool:
-        """Compute the step, then capture it; False if graphs had to be given up (the step may or may not have run).
+        """Rehearse the step, compute it, then capture it; False if graphs had to be given up (the step may or may not
+        have run).
 
         NOTE: computing a step twice is harmless: it stores the same rows in the same slots.
         """
         try:
+            if host is not None:
+                self._rehearse(num_rows, host, batches)
             self._launch(num_rows, host, batches)
             times = self._new_times()
             with self._clock.timing(times) if self._clock is not None and times is not None else nullcontext():
