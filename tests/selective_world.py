@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ambidex.attention.decode_queries import Choice
 from ambidex.attention.early_decode import EarlyDecode
 from ambidex.attention.row_store import RowStore
 from ambidex.attention.select.policy import Need
 from ambidex.attention.select.registry import make_policy
-from ambidex.attention.selective import Choice, SelectiveAttention
+from ambidex.attention.selective import SelectiveAttention
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import EngineConfig
 from ambidex.core.dtypes import DType

@@ -60,7 +60,7 @@ def test_answers_are_the_same_alone_and_together_whole_and_split_over_tiers(fold
         assert figures is not None
         assert figures.attended_share < 0.95, "the policy leaves out nothing: the test would prove nothing"
         llm.close()
-        assert not llm._engine.core.executor._selective._states, "a request that ended is remembered"  # type: ignore[attr-defined]
+        assert not llm._engine.core.executor._selective._states.by_id, "a request that ended is remembered"  # type: ignore[attr-defined]
     assert together == alone
 
 

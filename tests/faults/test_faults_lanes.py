@@ -146,7 +146,7 @@ def test_handover_buffers_that_cannot_be_pinned_give_up_graphs(
         raise RuntimeError("CUDA error: out of memory (cudaHostAlloc)")
 
     wanted = tokens(run(make_engine(folder, form)))
-    monkeypatch.setattr("ambidex.runner.graphs.Handover", refuse)
+    monkeypatch.setattr("ambidex.runner.step_lanes.Handover", refuse)
     engine = make_engine(folder, form)
     assert tokens(run(engine)) == wanted
     assert engine.stats.fallbacks[Fallback.NO_GRAPHS] == 1

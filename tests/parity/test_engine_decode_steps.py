@@ -24,9 +24,11 @@ from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.engine.outputs import RequestOutput
 from ambidex.models.base import AttentionOp, CausalLM
-from ambidex.runner import graphs
+from ambidex.runner import step_lanes
+from ambidex.runner.capture import CudaCapture
+from ambidex.runner.chosen_copy import ChosenCopy
 from ambidex.runner.decode import DecodeForm, DecodeOutput
-from ambidex.runner.graphs import ChosenCopy, CudaCapture, DecodeSteps
+from ambidex.runner.graphs import DecodeSteps
 from ambidex.runner.input_batch import InputBatch
 from ambidex.runner.runner import LaunchedPlan, ModelRunner, call_model
 from tiny_engine import make_engine_folder
@@ -327,7 +329,7 @@ def raising(error: Exception) -> Callable[..., Any]:
 def test_a_fault_while_a_step_is_prepared_is_not_hidden_by_another_path(
     fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "Handover", raising(fault))
+    monkeypatch.setattr(step_lanes, "Handover", raising(fault))
     engine = make_hybrid(make_engine_folder(tmp_path, "llama"), DecodeForm.FIXED)
     with pytest.raises(type(fault), match=re.escape(str(fault))):
         run(engine, greedy())

@@ -35,11 +35,13 @@ from ambidex.kernels.cpu.native import AttentionPool
 from ambidex.models.base import CausalLM
 from ambidex.models.look_ahead import LookAhead
 from ambidex.models.weight_moves import CopyChunk, WeightMoves
+from ambidex.runner.capture import Capture
 from ambidex.runner.decode import DecodeForm, FixedSteps
 from ambidex.runner.device import TORCH_DTYPES, activation_dtype
-from ambidex.runner.graphs import Capture, DecodeSteps
+from ambidex.runner.graphs import DecodeSteps
 from ambidex.runner.programs import ProgramSteps
 from ambidex.runner.runner import Forward
+from ambidex.runner.step_lanes import LaneSettings
 from ambidex.runner.tracing import LaneTracing
 from ambidex.sched.feedback import SelectionFeedback
 from ambidex.storage.host_memory import HostMemory
@@ -90,16 +92,18 @@ def make_decode_steps(
         pools=pools,
         buckets=decode_buckets(config),
         max_context_len=choices.memory.max_context_len,
-        stream_share=stream.share,
-        stream_blocks=choices.stream.step_blocks if choices.stream is not None else 0,
-        follows_lanes=config.stream_percent is None,
         capture=capture() if choices.decode_form is DecodeForm.CAPTURED else None,
-        weights=None if divided is None else divided.lanes,
-        bounded=bounded,
-        scan_rule=scan.rule,
-        scan_lane=scan.lane,
-        clock=clock,
-        tell=tell,
+        lanes=LaneSettings(
+            stream_share=stream.share,
+            stream_blocks=choices.stream.step_blocks if choices.stream is not None else 0,
+            follows_lanes=config.stream_percent is None,
+            weights=None if divided is None else divided.lanes,
+            bounded=bounded,
+            scan_rule=scan.rule,
+            scan_lane=scan.lane,
+            clock=clock,
+            tell=tell,
+        ),
     )
 
 

@@ -40,9 +40,9 @@ from ambidex.mlp.split_site import Level
 from ambidex.models.base import CausalLM
 from ambidex.models.site_plans import RingSizes
 from ambidex.models.weight_moves import CopyChunk, copy_chunk
+from ambidex.runner.capture import Capture, CudaCapture
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.device import choose_device
-from ambidex.runner.graphs import Capture, CudaCapture
 from ambidex.runner.host_blocks import HostIds, MergedExecutor
 from ambidex.runner.runner import Forward, ModelRunner, call_model
 from ambidex.runner.sampler import Sampler
