@@ -143,9 +143,9 @@ def test_command_measures_goes_on_and_reports(folder: Path, tmp_path: Path) -> N
     assert "5 of 5 cells are in" in again.output
     assert len((report / "cells.jsonl").read_text().splitlines()) == 5
     html, markdown = (report / "report.html").read_text(), (report / "report.md").read_text()
-    assert html.count("<svg") == 3
+    assert html.count("<svg") == 1
     assert "streaming_llm:policy_tokens=8" in html
-    assert "| streaming_llm:policy_tokens=8 | 60 | 1 | 32 tokens |" in markdown
+    assert "| streaming_llm:policy_tokens=8 | op by op | 60 | 1 | 32 tokens |" in markdown
     assert "the limit is 127" in html
     assert "the limit is 127" in markdown
 
