@@ -247,6 +247,11 @@ class SelectiveAttention:
         if self._row_store is not None:
             self._row_store.forget(request_id)
 
+    def close(self) -> None:
+        """End the threads of its own; no step may follow."""
+        if self._early is not None:
+            self._early.close()
+
     @property
     def early(self) -> EarlyDecode | None:
         """Who answers steps of one token a request, with scores made a layer ahead; None: nobody."""
