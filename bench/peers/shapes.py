@@ -55,14 +55,15 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
 """The models of HybridGen's tables, by what their config.json says; `tiny` is to try the scripts."""
 
 
-SCORE_STD: Final = 4.0
+SCORE_STD: Final = 4.5
+COMMON: Final = 0.5
 
 
 def save_random_model(shape: str, folder: Path, *, seed: int = 0) -> int:
     """Save a checkpoint in bf16 with a tokenizer that loads (no text is read); returns the vocabulary's size.
 
-    Scores of attention spread by 4, as with the engine's dummy weights (`models/weights.py`). Weights are made where
-    there is a GPU on it: an 8B model in seconds.
+    Scores of attention spread by 4.5 and heads of a group have half of their queries in common, as with the engine's
+    dummy weights (`models/weights.py`). Weights are made where there is a GPU on it: an 8B model in seconds.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -76,6 +77,11 @@ def save_random_model(shape: str, folder: Path, *, seed: int = 0) -> int:
         if name.endswith("q_proj.weight"):
             std = config.initializer_range if hasattr(config, "initializer_range") else config.init_std
             parameter.data.mul_(SCORE_STD / (std**2 * parameter.shape[1]))
+            num_kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+            group_size = config.num_attention_heads // num_kv_heads
+            heads = parameter.data.view(num_kv_heads, group_size, -1, parameter.shape[1])
+            common = torch.randn_like(heads[:, :1]) * heads.std()
+            heads.mul_((1 - COMMON) ** 0.5).add_(common, alpha=COMMON**0.5)
     model.save_pretrained(folder)
     save_tokenizer(folder)
     del model, parameter
