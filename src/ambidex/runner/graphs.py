@@ -46,6 +46,7 @@ from ambidex.runner.input_batch import InputBatch
 from ambidex.storage.kv_pool import KVPool
 from ambidex.storage.lane_clock import LaneClock, Part, StepTimes
 from ambidex.storage.step_stream import StepStream
+from ambidex.storage.step_watch import StepWatch
 from ambidex.storage.tiled_pool import TiledKVPool
 from ambidex.storage.words import HostWords, StreamWords
 
@@ -175,6 +176,7 @@ class DecodeSteps:
             self._stream = StepStream(self._dram, stream_blocks, pool.device, words)
         self._buckets = tuple(buckets)
         self._capture = capture
+        self._watch = StepWatch()
         self._is_given_up = False
         self.num_failures = 0
         """Captures that failed: 0 or 1."""
@@ -283,18 +285,25 @@ class DecodeSteps:
             return True
         stream = self._stream if form.has_cpu_keys and not form.is_scanned else None
         host.reset()
-        try:
-            if stream is not None:
-                stream.start(self._batch.stream_runs)
-            replay()
-            host.mark_launched()
-            host.answer(batches)
-            if stream is not None:
-                stream.finish()
-        except BaseException:  # the other sides wait for what is not launched or not answered any more
+
+        def release() -> None:
             host.release()
             if stream is not None:
                 stream.release()
+
+        try:
+            what = f"a step of {num_rows} rows"
+            with self._watch.watching(what, describe=host.describe, release=release) as step:
+                if stream is not None:
+                    stream.start(self._batch.stream_runs)
+                replay()
+                step.mark_launched()
+                host.mark_launched()
+                host.answer(batches)
+                if stream is not None:
+                    stream.finish()
+        except BaseException:  # the other sides wait for what is not launched or not answered any more
+            release()
             host.mark_launched()
             raise
         if host.keys is not None:
@@ -368,8 +377,11 @@ class DecodeSteps:
             return
         host.reset()
         streams = self._stream is not None and batches is not None and not self._batch.is_scanned
-        with host.answering(batches), self._inline_stream() if streams else nullcontext():
-            self._compute(num_rows, host)
+        what = f"a first step of {num_rows} rows"
+        with self._watch.watching(what, describe=host.describe, release=host.release) as step:
+            step.mark_launched()  # kernels are compiled in it: nobody knows how long that takes
+            with host.answering(batches), self._inline_stream() if streams else nullcontext():
+                self._compute(num_rows, host)
 
     def _inline_stream(self) -> AbstractContextManager[None]:
         assert self._stream is not None, "there is a stream lane"
@@ -426,7 +438,7 @@ class DecodeSteps:
             is_recorded = self._weights.is_native(num_rows)
             pool = self._pools[Tier.GPU]
             self._weight_handovers[num_rows] = WeightHandover(
-                [place.side for place in self._weights.places(num_rows)],
+                self._weights.places(num_rows),
                 num_rows,
                 dtype=self._weights.dtype,
                 device=pool.device,

@@ -32,7 +32,7 @@ from ambidex.kernels.cpu.native import WORD_STRIDE
 from ambidex.kernels.cuda import copy2d
 from ambidex.storage.side_stream import SideStream
 from ambidex.storage.tiled_pool import TiledKVPool
-from ambidex.storage.words import WAIT_LIMIT_S, Words
+from ambidex.storage.words import WAIT_LIMIT_S, Words, naming
 
 LEAST_COPY_BYTES: Final = 256 * 1024
 """Bytes of a copy (consecutive blocks of all heads) from which the copy engine brings them, on average over a step's;
@@ -143,7 +143,8 @@ class StepStream:
     def wait(self, layer_idx: int) -> None:
         """Launch: wait until a layer's blocks have arrived."""
         if self._inline is None:
-            self._words.wait(self._flags[0, layer_idx, :1])
+            with naming(f"the stream lane, keys in DRAM, layer {layer_idx}"):
+                self._words.wait(self._flags[0, layer_idx, :1])
             return
         for source, to in zip(self._pool.layer(layer_idx), self.layer(layer_idx), strict=True):
             self._inline(source, to)
