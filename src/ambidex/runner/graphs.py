@@ -12,6 +12,7 @@ every step takes the ordinary path.
 
 import itertools
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -290,8 +291,10 @@ class DecodeSteps:
             return True
         stream = self._stream if form.has_cpu_keys and not form.is_scanned else None
         host.reset()
+        launched = threading.Event()
 
         def release() -> None:
+            launched.set()
             host.release()
             if stream is not None:
                 stream.release()
@@ -300,8 +303,9 @@ class DecodeSteps:
             what = f"a step of {num_rows} rows"
             with self._watch.watching(what, describe=host.describe, release=release) as step:
                 if stream is not None:
-                    stream.start(self._batch.stream_runs)
+                    stream.start(self._batch.stream_runs, launched)
                 replay()
+                launched.set()
                 step.mark_launched()
                 host.mark_launched()
                 host.answer(batches)
