@@ -284,7 +284,7 @@ BoundedPool::Places BoundedPool::places(const Group& group, char* base) const {
     used += ceil_div(num * sizeof(Place), 64) * 64;
   };
   take(&at.tops, parts * rows);
-  for (float** to : {&at.lowers, &at.shifts, &at.deeps}) take(to, parts * rows);
+  for (float** to : {&at.lowers, &at.shifts}) take(to, parts * rows);
   take(&at.value_norms, parts);
   take(&at.counts, parts * rows * kNumCounts);
   for (std::int32_t** to : {&at.all_tops, &at.thresholds}) take(to, rows);
@@ -308,8 +308,7 @@ void BoundedPool::scan(const Task& task, std::size_t thread) {
   form_.scan(*call_,
              {range_of(group, task), group.base, codes_.data() + group.first_code,
               call_->rows == nullptr ? scores_.data() + group.first_code : nullptr, at.tops + first, at.lowers + first,
-              at.shifts + first, at.counts + first * kNumCounts, at.deeps + first, weights().data(),
-              at.value_norms + task.part},
+              at.shifts + first, at.counts + first * kNumCounts, at.value_norms + task.part},
              workspaces_[thread].bytes.data());
 }
 
@@ -374,7 +373,6 @@ void BoundedPool::find_threshold(const Group& group, const Places& at, std::size
   if (!(limit > 0.0f)) return;
   const std::int32_t top = at.all_tops[row], deepest = static_cast<std::int32_t>(kNumCounts) - 1;
   std::uint32_t counts[kNumCounts] = {};
-  float sum = 0.0f;
   for (std::size_t part = 0; part < group.num_parts; ++part) {
     const std::size_t i = part * group.rows + row;
     const std::uint16_t* own = at.counts + i * kNumCounts;
@@ -383,14 +381,13 @@ void BoundedPool::find_threshold(const Group& group, const Places& at, std::size
       for (std::size_t k = 0; k < kNumCounts; k += kLineBytes / sizeof *own) __builtin_prefetch(own + kNumCounts + k);
     }
     for (std::size_t k = 0; k < kNumCounts; ++k) counts[k] += own[k];
-    sum += at.deeps[i] * std::exp2(static_cast<float>(at.tops[i] - top) / kCodesPerUnit);
     // Codes that are the part's deepest, but lie deeper than that below the top of all.
     for (std::int32_t code = at.tops[i] - deepest; code < std::min(top - deepest, at.tops[i] + 1); ++code) {
       counts[low_byte(code)] -= own[low_byte(code)];
       counts[low_byte(top - deepest)] += own[low_byte(code)];
     }
   }
-  if (!(sum * (1.0f + kSumRounding) <= limit)) return;
+  float sum = 0.0f;
   std::size_t num_depths = kNumCounts;  // that are kept
   for (; num_depths > 0; --num_depths) {
     const float more = sum + static_cast<float>(counts[low_byte(top + 1 - static_cast<std::int32_t>(num_depths))]) *

@@ -62,8 +62,7 @@ struct BoundedCall {
 };
 
 // Upper scores are kept as codes: whole eighths of a factor of 2, rounded down. A row's codes are counted by their low byte,
-// those of them that are farther below its largest than bytes can tell as the farthest that is not. Codes that lie deep may
-// be added up instead of counted.
+// those of them that are farther below its largest than bytes can tell as the farthest that is not.
 constexpr std::size_t kCodesPerUnit = 8;
 constexpr std::size_t kNumCounts = 256;
 constexpr std::size_t kMostKeysOfTask = 32768;  // counts are 16-bit numbers
@@ -81,8 +80,6 @@ struct ScanRange {
   float* lowers;              // [rows]: Σ 2^(score - what it may be off by - top), at most; NaN: all keys must be kept
   float* shifts;              // [rows]: what a score is off by whatever the key, in units of log2
   std::uint16_t* counts;      // [rows, kNumCounts]
-  float* deeps;               // [rows]: what keys count that are not in `counts`, in units of the row's top, at most
-  const float* weights;       // [kNumCounts]: what a key counts, by how far it lies below the top
   float* value_norm;
 };
 
@@ -157,7 +154,6 @@ class BoundedPool {
     std::int32_t* tops;                             // by part, as scanned
     float *lowers, *shifts, *value_norms;
     std::uint16_t* counts;                          // [parts, rows, kNumCounts]
-    float* deeps;                                   // by part
     std::int32_t *all_tops, *thresholds;            // by row
     float *others, *dropped;
     float *outs, *tops_kept, *sums, *spared, *num_kept;  // by part, as kept

@@ -215,9 +215,8 @@ class Keeper {
       const int code = to_.codes[to.place + row * kPieceTokens];
       if (code >= to_.thresholds[row]) continue;
       const int depth = to_.tops[row] - code;
-      // Those that were added up, not counted, count as much as the next lower code at least. The deepest were counted for
-      // more than they are; they are not worth a reckoning.
-      if (depth < static_cast<int>(kNumCounts) - 1) to_.spared[row] += to_.weights[depth + 1];
+      // The deepest were counted for more than they are; they are not worth a reckoning.
+      if (depth < static_cast<int>(kNumCounts) - 1) to_.spared[row] += to_.weights[depth];
     }
   }
 

@@ -14,13 +14,8 @@
 // cache but its codes, of which nothing is read before all keys of the group are scanned: they are counted from registers,
 // and their lines in memory are fetched before they are written, since nothing behind a store that waits is done. As in
 // attention-inl.h lines are fetched far and near ahead. Products of tiles take a fifth of a piece's time: memory would idle
-// for the rest of it, so there lines are fetched bit by bit while scores are raised, into the first cache those of the
+// for the rest of it, so there lines are fetched bit by bit while codes are counted, into the first cache those of the
 // piece after the one that is multiplied by then.
-//
-// To count a key's code takes longer than all else that is done with it. Most keys lie so deep that all of them may be left
-// out, and of those only the sum of their powers is wanted: after some pieces a level is set for each row by what was
-// counted so far, and codes below it are added up instead. If they sum up to more than half of what the range may leave out,
-// the level was too high, and the codes are counted once more, all of them.
 #pragma once
 
 #include "ops/bounded_queries-inl.h"
@@ -43,12 +38,6 @@ constexpr int kDeepest = static_cast<int>(kNumCounts) - 1;
 constexpr std::size_t kScalePiecesAhead = 3;
 // Copies of a row's counts, so that keys of one code do not wait for each other.
 constexpr std::size_t kCountCopies = 2;
-// Pieces of a range after which levels are set, and the shares of what the range may leave out that codes below a level sum
-// up to: so far, and at most.
-constexpr std::size_t kLevelPieces[] = {2, 16};
-constexpr float kLevelShare = 0.25f, kMostLevelShare = 0.5f;
-// What fp32 and bits may take from the sum of powers of codes below the level.
-constexpr float kDeepRounding = 1.0f + 1e-4f;
 
 // Products of 64 keys with the rows: those of the vector forms as fp32 [rows, 64].
 template <class Form>
@@ -113,7 +102,6 @@ struct ScanSpace {
     ones = carver.take<float>(rows * sizeof(float));
     row_constants = carver.take<RowConstants>(rows * sizeof(RowConstants));
     sums = carver.take<float>(rows * 16 * sizeof(float));
-    deeps = carver.take<float>(rows * 16 * sizeof(float));
     counts = carver.take<CodeCounts>(rows * sizeof(CodeCounts));
     bytes = carver.used();
   }
@@ -121,9 +109,8 @@ struct ScanSpace {
   struct RowConstants {
     float factor, slope, shift;  // in eighths
     float most;                  // no score without its slope is larger
-    float bits, upper_bits;      // of a lower or upper score's power: what is added
+    float bits;                  // of a lower score's power: what is added
     int top;                     // largest code so far
-    int level;                   // codes below it are not counted
   };
 
   typename Form::Operand* q;  // [rows, padded_dim]
@@ -132,7 +119,6 @@ struct ScanSpace {
   float* ones;                // [rows]: factors of products
   RowConstants* row_constants;
   float* sums;                // [rows, 16]: of powers of lower scores
-  float* deeps;               // [rows, 16]: of powers of upper scores below the level
   CodeCounts* counts;         // [rows]
   std::size_t bytes;
 };
@@ -244,7 +230,7 @@ class Scanner {
       of_row.factor = scale * factor;
       of_row.slope = scale * sum_of(sum) * (bounded_.rows != nullptr ? kHalfAndRounding : kScoreRounding);
       of_row.shift = scale * factor * kQueryRounding * root * norms.k;
-      of_row.top = of_row.level = kLeastCode;
+      of_row.top = kLeastCode;
       to_.shifts[row] = of_row.shift / kCodesOfUnit;
       of_row.most = scale * 1.01f * sqrtf(sum_of(squares)) * norms.k + of_row.shift;
       ws_.ones[row] = 1.0f;
@@ -254,7 +240,6 @@ class Scanner {
       }
     }
     memset(ws_.sums, 0, rows_ * 16 * sizeof(float));
-    memset(ws_.deeps, 0, rows_ * 16 * sizeof(float));
     memset(static_cast<void*>(ws_.counts), 0, rows_ * sizeof(CodeCounts));
   }
 
@@ -293,8 +278,6 @@ class Scanner {
     fetch_codes(key + tuning_.code_pieces_ahead * kPieceTokens);
     load_scales(key, is_edge, scales, bits);
     for (std::size_t row = 0; row < rows_; ++row) raise_row(key, is_edge, row, scales, bits);
-    const std::size_t num_raised = (key - first_) / kPieceTokens + 1;
-    if (num_raised == kLevelPieces[0] || num_raised == kLevelPieces[1]) set_levels();
   }
 
   // Scales of a piece's keys, 0 where a key is not visible; and the same times kBitsOfCode.
@@ -333,7 +316,6 @@ class Scanner {
     Lanes raised[kPieceUnits], upper[kPieceUnits];
 #pragma GCC unroll 4
     for (std::size_t i = 0; i < kPieceUnits; ++i) {
-      fetch_lines();
       const Lanes scale = Lanes::load(scales + 16 * i);
       const Lanes product = ScanProducts<Form>::load(products_of(key), rows_, row, 16 * i);
       raised[i] = mul_add(product, factor, slope);
@@ -354,33 +336,12 @@ class Scanner {
     Lanes powers[kPieceUnits];
 #pragma GCC unroll 4
     for (std::size_t i = 0; i < kPieceUnits; ++i) {
-      fetch_lines();
       powers[i] = power_from_bits(mul_add(raised[i] + down, Lanes::load(bits + 16 * i), base));
     }
     if (is_edge) hide_powers(key, powers);
     const Lanes sum = (powers[0] + powers[1]) + (powers[2] + powers[3]);
     (Lanes::load(ws_.sums + 16 * row) + sum).store(ws_.sums + 16 * row);
-    if (is_edge) {
-      count(row, codes, visible_keys(key));
-    } else if (of_row.level == kLeastCode) {
-      count(row, codes, ~uint64_t{0});
-    } else {
-      add_deep(row, upper);
-      count(row, codes, codes_from(codes, of_row.level));
-    }
-  }
-
-  void fetch_lines() {
-    if (ScanProducts<Form>::kFetches) return;
-    far_.fetch([](const char* line) { prefetch_to_l2(line); });
-    near_.fetch([](const char* line) { prefetch(line); });
-  }
-
-  // Bit i: key + i is visible.
-  uint64_t visible_keys(std::size_t key) const {
-    uint64_t bits = 0;
-    for (std::size_t i = 0; i < kPieceTokens; ++i) bits |= static_cast<uint64_t>(is_visible(key + i)) << i;
-    return bits;
+    count(key, is_edge, row, in_order);
   }
 
   void hide(std::size_t key, int16_t* codes) const {
@@ -403,10 +364,9 @@ class Scanner {
     const int old = of_row.top;
     of_row.top = top;
     of_row.bits = 127.0f * 0x1p23f - (static_cast<float>(top) + of_row.shift) * kBitsOfCode;
-    of_row.upper_bits = 127.0f * 0x1p23f - (static_cast<float>(top) - 0.5f) * kBitsOfCode;
     if (old == kLeastCode) return;
-    const Lanes shrink = Lanes::broadcast(exp2f(static_cast<float>(old - top) / kCodesOfUnit));
-    for (float* sums : {ws_.sums + 16 * row, ws_.deeps + 16 * row}) (Lanes::load(sums) * shrink).store(sums);
+    float* sums = ws_.sums + 16 * row;
+    (Lanes::load(sums) * Lanes::broadcast(exp2f(static_cast<float>(old - top) / kCodesOfUnit))).store(sums);
     const int num_deep = top - old < static_cast<int>(kNumCounts) ? top - old : static_cast<int>(kNumCounts);
     for (auto& counts : ws_.counts[row].counts) {
       unsigned deep = 0;
@@ -419,64 +379,24 @@ class Scanner {
     }
   }
 
-  // Powers of upper scores whose codes are below the level.
-  void add_deep(std::size_t row, const Lanes (&upper)[kPieceUnits]) {
-    const auto& of_row = ws_.row_constants[row];
-    const float limit = static_cast<float>(of_row.level) - 0.4f;  // codes are rounded to the nearest
-    const Lanes bits = Lanes::broadcast(kBitsOfCode), base = Lanes::broadcast(of_row.upper_bits);
-    Lanes powers[kPieceUnits];
-#pragma GCC unroll 4
-    for (std::size_t i = 0; i < kPieceUnits; ++i) {
-      powers[i] = zero_unless_less(power_from_bits(mul_add(upper[i], bits, base)), upper[i], limit);
-    }
-    float* deep = ws_.deeps + 16 * row;
-    (Lanes::load(deep) + ((powers[0] + powers[1]) + (powers[2] + powers[3]))).store(deep);
-  }
-
-  // The codes of the keys whose bits are set.
-  void count(std::size_t row, const int16_t* codes, uint64_t keys) {
+  void count(std::size_t key, bool is_edge, std::size_t row, const Codes& codes) {
     const int least = ws_.row_constants[row].top - kDeepest;
     auto& counts = ws_.counts[row].counts;
-    for (; keys != 0; keys &= keys - 1) {
-      const int i = __builtin_ctzll(keys), code = codes[i];
-      ++counts[i % kCountCopies][static_cast<uint8_t>(code > least ? code : least)];
-    }
-  }
-
-  // Of what may be left out, in units of the row's top: this range's own part. NaN, infinity: nobody knows.
-  float limit_of(std::size_t row) const {
-    return bounded_.max_mass * sum_of(Lanes::load(ws_.sums + 16 * row)) / kMostPower;
-  }
-  float deep_sum(std::size_t row) const {
-    return ws_.row_constants[row].level == kLeastCode ? 0.0f : sum_of(Lanes::load(ws_.deeps + 16 * row)) * kDeepRounding;
-  }
-
-  // The highest at which the codes below it sum up to little enough.
-  void set_levels() {
-    for (std::size_t row = 0; row < rows_; ++row) {
-      auto& of_row = ws_.row_constants[row];
-      const auto& counts = ws_.counts[row].counts;
-      const float limit = kLevelShare * limit_of(row);
-      if (!(limit > 0.0f)) continue;
-      float sum = deep_sum(row);
-      int depth = kDeepest + 1;
-      for (; depth > 0; --depth) {
-        const auto place = static_cast<uint8_t>(of_row.top + 1 - depth);
-        sum += static_cast<float>(counts[0][place] + counts[1][place]) * to_.weights[depth - 1];
-        if (!(sum <= limit)) break;
+    uint8_t bytes[kPieceTokens];
+    low_bytes(codes, least, bytes);
+    if (is_edge) {
+      for (std::size_t i = 0; i < kPieceTokens; ++i) {
+        if (is_visible(key + i)) ++counts[0][bytes[i]];
       }
-      const int level = of_row.top + 1 - depth;
-      if (depth <= kDeepest && level > of_row.level) of_row.level = level;
+      return;
     }
-  }
-
-  // Counts all codes of the range, where more than half of what it may leave out was not counted.
-  void count_again(std::size_t row) {
-    auto& of_row = ws_.row_constants[row];
-    of_row.level = kLeastCode;
-    memset(static_cast<void*>(&ws_.counts[row]), 0, sizeof ws_.counts[row]);
-    for (std::size_t key = first_; key < end_; key += kPieceTokens) {
-      count(row, to_.codes + (key - to_.base) * rows_ + row * kPieceTokens, visible_keys(key));
+    for (std::size_t i = 0; i < kPieceTokens; i += 8) {
+      if (!ScanProducts<Form>::kFetches) {
+        far_.fetch([](const char* line) { prefetch_to_l2(line); });
+        near_.fetch([](const char* line) { prefetch(line); });
+      }
+#pragma GCC unroll 8
+      for (std::size_t j = 0; j < 8; ++j) ++counts[j % kCountCopies][bytes[i + j]];
     }
   }
 
@@ -484,13 +404,11 @@ class Scanner {
     // Infinite and NaN scales stay so in a sum, and times 0.
     const float of_scales = sum_of(scale_sum_) * 0.0f, most_scale = largest_of(most_scale_);
     for (std::size_t row = 0; row < rows_; ++row) {
-      if (!(deep_sum(row) <= kMostLevelShare * limit_of(row))) count_again(row);
       const auto& of_row = ws_.row_constants[row];
       const int top = of_row.top;
       const bool is_known = of_scales == 0.0f && of_row.most + of_row.slope * most_scale < kMostUnits * kCodesOfUnit;
       to_.tops[row] = top;
       to_.lowers[row] = is_known ? sum_of(Lanes::load(ws_.sums + 16 * row)) / (kMostPower * (1.0f + 0x1p-12f)) : NAN;
-      to_.deeps[row] = deep_sum(row);
       const auto& counts = ws_.counts[row].counts;
       uint16_t* to = to_.counts + row * kNumCounts;
       for (std::size_t i = 0; i < kNumCounts; ++i) to[i] = static_cast<uint16_t>(counts[0][i] + counts[1][i]);

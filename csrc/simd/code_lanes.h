@@ -37,6 +37,13 @@ inline bool any_above(const Codes& a, int most) {
   return (_mm512_cmpgt_epi16_mask(a.low, limit) | _mm512_cmpgt_epi16_mask(a.high, limit)) != 0;
 }
 
+inline void low_bytes(const Codes& a, int least, uint8_t* bytes) {
+  const __m512i limit = _mm512_set1_epi16(static_cast<int16_t>(least)), byte = _mm512_set1_epi16(255);
+  const __m512i low = _mm512_and_si512(_mm512_max_epi16(a.low, limit), byte);
+  const __m512i high = _mm512_and_si512(_mm512_max_epi16(a.high, limit), byte);
+  _mm512_storeu_si512(bytes, in_order(_mm512_packus_epi16(low, high)));
+}
+
 #elif defined(__AVX2__)
 
 struct Codes {
@@ -60,6 +67,16 @@ inline bool any_above(const Codes& a, int most) {
   const __m256i limit = _mm256_set1_epi16(static_cast<int16_t>(most));
   const __m256i all = _mm256_max_epi16(_mm256_max_epi16(a.x[0], a.x[1]), _mm256_max_epi16(a.x[2], a.x[3]));
   return _mm256_movemask_epi8(_mm256_cmpgt_epi16(all, limit)) != 0;
+}
+
+inline void low_bytes(const Codes& a, int least, uint8_t* bytes) {
+  const __m256i limit = _mm256_set1_epi16(static_cast<int16_t>(least)), byte = _mm256_set1_epi16(255);
+  for (int i = 0; i < 2; ++i) {
+    const __m256i first = _mm256_and_si256(_mm256_max_epi16(a.x[2 * i], limit), byte);
+    const __m256i second = _mm256_and_si256(_mm256_max_epi16(a.x[2 * i + 1], limit), byte);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(bytes + 32 * i),
+                        _mm256_permute4x64_epi64(_mm256_packus_epi16(first, second), 0xd8));
+  }
 }
 
 #else
@@ -91,9 +108,15 @@ inline bool any_above(const Codes& a, int most) {
   return found;
 }
 
+inline void low_bytes(const Codes& a, int least, uint8_t* bytes) {
+  const auto limit = static_cast<int16_t>(least);
+  for (std::size_t i = 0; i < kCodes; ++i) bytes[i] = static_cast<uint8_t>(a.x[i] > limit ? a.x[i] : limit);
+}
+
 #endif
 
 // to_codes: the nearest int16; numbers beyond its range and NaN give any code. any_above: some code is above `most`.
+// low_bytes: of each code, those below `least` taken for it.
 
 inline int largest_code(const Codes& a) {
   int16_t codes[kCodes];

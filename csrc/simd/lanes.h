@@ -115,10 +115,6 @@ inline Lanes nearest(Lanes a) {
 inline Lanes zero_if_less(Lanes a, Lanes x, float least) {
   return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.x, _mm512_set1_ps(least), _CMP_NLT_UQ), a.x)};
 }
-// `a`, but 0 where x is not less than limit.
-inline Lanes zero_unless_less(Lanes a, Lanes x, float limit) {
-  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.x, _mm512_set1_ps(limit), _CMP_LT_OQ), a.x)};
-}
 
 inline void load_line(const float* p, Lanes (&parts)[1]) { parts[0] = Lanes::load(p); }
 inline void load_line(const Bf16* p, Lanes (&parts)[2]) {
@@ -225,11 +221,6 @@ inline Lanes zero_if_less(Lanes a, Lanes x, float least) {
   const __m256 limit = _mm256_set1_ps(least);
   return {_mm256_and_ps(a.low, _mm256_cmp_ps(x.low, limit, _CMP_NLT_UQ)),
           _mm256_and_ps(a.high, _mm256_cmp_ps(x.high, limit, _CMP_NLT_UQ))};
-}
-inline Lanes zero_unless_less(Lanes a, Lanes x, float limit) {
-  const __m256 most = _mm256_set1_ps(limit);
-  return {_mm256_and_ps(a.low, _mm256_cmp_ps(x.low, most, _CMP_LT_OQ)),
-          _mm256_and_ps(a.high, _mm256_cmp_ps(x.high, most, _CMP_LT_OQ))};
 }
 
 inline void load_line(const float* p, Lanes (&parts)[1]) { parts[0] = Lanes::load(p); }
@@ -362,10 +353,6 @@ inline Lanes nearest(Lanes a) {
 // `a`, but 0 where x is less than least (not where it is NaN).
 inline Lanes zero_if_less(Lanes a, Lanes x, float least) {
   for (int i = 0; i < 16; ++i) a.x[i] = x.x[i] < least ? 0.0f : a.x[i];
-  return a;
-}
-inline Lanes zero_unless_less(Lanes a, Lanes x, float limit) {
-  for (int i = 0; i < 16; ++i) a.x[i] = x.x[i] < limit ? a.x[i] : 0.0f;
   return a;
 }
 

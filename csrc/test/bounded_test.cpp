@@ -284,7 +284,7 @@ int main() {
     check({number, 64, 8, 3, 32, 3, 3000, 0.05f, 2.0f, true, false}, forms, threads, sharp);
     // One head, whose softmax few keys hold: most must be left out.
     check({number, 128, 1, 1, 64, 7, 5000, 0.05f, 3.0f, false, false}, forms, threads, lean);
-    // Ranges so long that levels are set twice, and ranges whose first keys promise that the others count less than they do.
+    // Ranges so long that a part has many pieces, and such whose first keys weigh more than the others.
     check({number, 64, 1, 1, 64, 7, 40000, 0.01f, 3.0f, true, false}, forms, threads, lean);
     check({number, 64, 4, 1, 64, 0, 40000, 0.01f, 3.0f, false, false, 0.2f}, forms, threads, sharp);
     check({number, 64, 2, 1, 32, 0, 12000, 0.02f, 2.0f, false, true, 0.5f}, forms, threads, sharp);
