@@ -610,8 +610,8 @@ class SelectiveAttention:
         """Write a request's new rows of a layer behind those that are there."""
         new, to = slice(work.first_row, work.first_row + work.num_rows), slice(work.start, work.start + work.num_rows)
         pool = self._exact.pools[Tier.GPU]
-        rows.k_there[layer_idx, :, to] = pool.round(k[new]).transpose(0, 1)
-        rows.v_there[layer_idx, :, to] = pool.round(v[new]).transpose(0, 1)
+        rows.k_there[layer_idx, :, to] = pool.round(KVPart.K, k[new]).transpose(0, 1)
+        rows.v_there[layer_idx, :, to] = pool.round(KVPart.V, v[new]).transpose(0, 1)
 
     def _take(self, work: _Work, part: KVPart, layer_idx: int, places: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows of K or V at some places [Hkv, M], on the device: [Hkv, M, D]."""
@@ -634,7 +634,7 @@ class SelectiveAttention:
     def _as_kept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [n, Hkv, D] as the pools keep them: [Hkv, n, D] fp32."""
         pool = self._exact.pools[Tier.GPU]
-        rounded = [pool.round(rows).float().transpose(0, 1) for rows in (k, v)]
+        rounded = [pool.round(part, rows).float().transpose(0, 1) for part, rows in zip(KVPart, (k, v), strict=True)]
         return rounded[0], rounded[1]
 
     def _reading(self, work: _Work, keys: "_Once") -> Callable[[int], Tensor]:

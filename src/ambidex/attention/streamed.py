@@ -108,8 +108,8 @@ def why_no_stream(spec: ModelSpec, kv: Mapping[Tier, KVSpec]) -> str | None:
     gpu, dram = kv[Tier.GPU], kv[Tier.DRAM]
     if dram.order is not KVOrder.TILES:
         return "K and V in DRAM are not in tile order"
-    if dram.dtype != gpu.dtype or dram.dtype.num_bytes != 2:
-        return f"K and V in DRAM are {dram.dtype}: the kernel reads 16-bit numbers of the accelerator's format"
+    if dram.dtypes != gpu.dtypes or dram.dtype.num_bits != 16:
+        return f"K and V in DRAM are {dram.dtypes}: the kernel reads 16-bit numbers of the accelerator's format"
     if dram.row_size & (dram.row_size - 1):
         return f"rows of {dram.row_size} numbers are no power of 2"
     if set(spec.windows) != {None}:

@@ -18,7 +18,6 @@ from ambidex.attention.select.registry import make_policy
 from ambidex.attention.selective import SelectiveAttention
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import EngineConfig
-from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import KVPart, Tier
 from ambidex.core.kv_spec import KVOrder
@@ -275,16 +274,16 @@ def with_policy(
     settings = choices.policy.settings
     if settings.is_exact or choices.bounded.is_native:
         return exact
-    formats = {pool.spec.dtype for pool in exact.pools.values() if pool.num_blocks}
+    formats = {pool.spec.dtypes for pool in exact.pools.values() if pool.num_blocks}
     if settings.name is PolicyName.BOUNDED and len(formats) > 1:
         raise ConfigError(
             f"`policy` bounded needs K and V in one number format, the tiers keep them in "
-            f"{' and '.join(sorted(formats))}: leave out `kv_dtype`"
+            f"{' and '.join(sorted(map(str, formats)))}: leave out `kv_dtype`"
         )
     policy = make_policy(settings, choices.spec)
     look_ahead = LookAhead(model, choices.spec.num_layers) if Need.LOOK_AHEAD in policy.needs else None
     early = None
-    has_rows = len(formats) == 1 and DType.INT8 not in formats
+    has_rows = len(formats) == 1 and not any(dtypes.k.has_scales for dtypes in formats)
     home = RowHome(
         choices.memory.host.layout, nodes=choices.cxl.nodes, slow=exact.pools[Tier.DRAM].slow, memory=host_memory
     )
