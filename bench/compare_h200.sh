@@ -1,23 +1,72 @@
 #!/bin/sh
-# The comparison of all methods on a GPU machine, in the shapes of HybridGen's tables: about 20 minutes on an H200.
-# Random weights whose scores spread as docs/comparison.md says; sink and recent window on the GPU, the rest in DRAM.
+# The comparison of all methods on a GPU machine, in the shapes of HybridGen's tables, what matters most first: about half
+# an hour on an H200. Random weights whose scores spread as docs/comparison.md says; sink and recent window on the GPU, the
+# rest in DRAM.
 #
-#   bench/compare_h200.sh REPORT SCRATCH       PYTHON=python3 unless set; SCRATCH: 20 GB for the peers' weights
+#   bench/compare_h200.sh REPORT SCRATCH [SECONDS]
 #
-# What the report holds already is not measured again, so a run that was cut short goes on.
+# SCRATCH: 20 GB for the peers' weights. PYTHON: one that imports ambidex and transformers; python3 unless set. After
+# SECONDS it ends, with a report of what is there. What the report holds already is not measured again, so a run that was
+# cut short goes on.
 set -u
 report=$(realpath -m "$1") scratch=$(realpath -m "$2")
+end=$(($(date +%s) + ${3-86400}))
 repo=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON-python3}
-mkdir -p "$scratch/shapes"
-"$python" "$repo/bench/peers/shapes.py" "$scratch/shapes" || exit
-compare() {
-  (cd "$scratch/shapes" && "$python" -m ambidex bench compare --report "$report" --load-format dummy --dtype bf16 \
-    --budgets 1280 --num-sink-tokens 64 --recent-window 1024 --predict 32 --rounds 1 --steps 12 --cell-timeout 120 "$@")
+shapes=$scratch/shapes
+mkdir -p "$shapes"
+"$python" "$repo/bench/peers/shapes.py" "$shapes" || exit
+(cd "$shapes" && "$python" -c 'import ambidex.compare.worker, transformers') || {
+  echo "PYTHON=$python cannot import ambidex and transformers from $shapes: install them, or give an absolute PYTHONPATH" >&2
+  exit 2
 }
-"$python" "$repo/bench/peers/compare.py" --report "$report" --shape llama-3.1-8b --contexts 2048,16384 --steps 24 \
-  --scratch "$scratch" --variants gpu-ambidex-exact,gpu-transformers-offloaded,gpu-transformers-dynamic
-compare --models llama-3.1-8b,qwen2.5-7b --contexts 2K,4K,8K,16K,32K --batch 1
-compare --models llama-3.2-1b,llama-3.2-3b,qwen2.5-1.5b,qwen2.5-14b --contexts 2K --batch 1
-compare --models opt-1.3b,opt-2.7b,opt-6.7b,opt-13b --contexts 1920 --batch 1
-compare --models opt-13b --contexts 1920 --batch 4,8,16 --policies exact,exact:stream_percent=100,bounded,hybridgen
+
+stage() { # NAME COMMAND…: run it in what is left of the time
+  left=$((end - $(date +%s)))
+  if [ "$left" -lt 20 ]; then
+    echo "no time is left for: $1" >&2
+    return
+  fi
+  echo "== $(date -u +%H:%M:%S) $1" >&2
+  shift
+  timeout --foreground -s TERM -k 60 "$left" "$@"
+}
+# One request at a time and no longer contexts than are measured: what DRAM and GPU hold for others takes seconds to pin.
+compare() { # NAME MAX_CONTEXT_LEN FLAG…
+  name=$1 longest=$2
+  shift 2
+  (cd "$shapes" && stage "$name" "$python" -m ambidex bench compare --report "$report" --load-format dummy --dtype bf16 \
+    --num-sink-tokens 64 --recent-window 1024 --max-context-len "$longest" --max-tokens-per-step 2048 \
+    --predict 32 --rounds 1 --steps 12 --cell-timeout 120 "$@")
+}
+one="--batch 1 --budgets 1280 --max-running-requests 1"
+full=exact,flexgen,moe_lightning,bounded,hybridgen
+small=llama-3.2-1b,llama-3.2-3b,qwen2.5-1.5b,qwen2.5-14b
+opt=opt-1.3b,opt-2.7b,opt-6.7b,opt-13b
+all=2K,4K,8K,16K,32K
+
+# shellcheck disable=SC2086  # $one is several words
+{
+  stage "peers" "$python" "$repo/bench/peers/compare.py" --report "$report" --shape llama-3.1-8b --contexts 2048,16384 \
+    --steps 24 --wait 2 --timeout 300 --scratch "$scratch" \
+    --variants gpu-ambidex-exact,gpu-transformers-offloaded,gpu-transformers-dynamic
+  compare "lengths, speed" 33024 $one --only speed --models llama-3.1-8b --contexts $all --policies $full
+  compare "lengths, quality" 33024 $one --only quality --models llama-3.1-8b --contexts $all --policies $full
+  compare "batches" 2048 --batch 4,8,16 --budgets 20480 --max-running-requests 16 --only speed --models opt-13b \
+    --contexts 1920 --policies $full
+  compare "sizes" 2304 $one --only speed --models $small --contexts 2K --policies $full
+  compare "sizes of OPT" 2048 $one --only speed --models $opt --contexts 1920 --policies $full
+  compare "lengths, Qwen" 33024 $one --only speed --models qwen2.5-7b --contexts $all --policies $full
+  compare "lengths, others" 33024 $one --only speed,quality --models llama-3.1-8b --contexts $all \
+    --policies streaming_llm,quest,infinigen
+  # These add up each prompt's probabilities, which takes four times as long at twice the length.
+  compare "lengths, adding up" 16640 $one --only speed,quality --models llama-3.1-8b --contexts 2K,4K,8K,16K \
+    --policies h2o,qinfer_windows,keyformer
+  compare "timelines" 8448 $one --only timeline --models llama-3.1-8b --contexts 8K --policies exact,moe_lightning,hybridgen
+  compare "lengths, Qwen, quality" 33024 $one --only quality --models qwen2.5-7b --contexts $all --policies $full
+  compare "lengths, Qwen, others" 33024 $one --only speed,quality --models qwen2.5-7b --contexts $all \
+    --policies streaming_llm,quest,infinigen
+  others=streaming_llm,quest,infinigen,h2o,qinfer_windows,keyformer
+  compare "sizes, others" 2304 $one --only speed --models $small --contexts 2K --policies $others
+  compare "sizes of OPT, others" 2048 $one --only speed --models $opt --contexts 1920 --policies $others
+}

@@ -13,7 +13,6 @@ import importlib.util
 import json
 import os
 import pydoc_data.topics
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from ambidex.compare.watch import explain_exit
 from ambidex.core.errors import CallerError, ConfigError
 from ambidex.formats.locate import ModelSource, SourceKind, find_model
 from ambidex.formats.spec import read_spec
@@ -220,12 +220,6 @@ def run_variant(
     outcome.about = {**result["about"], "load_s": significant(result["load_s"], 3)}
     for answer in result["answers"]:
         outcome.answers[answer["context"]].append(answer)
-
-
-def explain_exit(code: int, stderr: str) -> str:
-    """One line on how a process failed."""
-    last = (stderr.strip().splitlines() or ["no message"])[-1]
-    return f"killed by {signal.Signals(-code).name}: {last}" if code < 0 else f"exit code {code}: {last}"
 
 
 def settings(options: Options, source: ModelSource, text_name: str, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:

@@ -336,8 +336,9 @@ def fill(engine: Engine, point: Point, options: Options, *, temperature: float =
     """Queue a point's prompts and step until each has its first token; returns them and the seconds that took.
 
     Raises:
-        RuntimeError: a request failed or ended, or the prompts do not come to an end.
+        RuntimeError: a request failed, ended or had to give up its blocks, or the prompts do not come to an end.
     """
+    before = engine.core.scheduler.num_preemptions
     rng = random.Random(point.batch * 1_000_003 + point.context)
     vocab_size = shape_number(options.shape, "vocab_size")
     params = SamplingParams(
@@ -353,6 +354,8 @@ def fill(engine: Engine, point: Point, options: Options, *, temperature: float =
         engine.core.step()
         if ended := [request for request in requests if request.finish_reason is not None]:
             raise RuntimeError(f"a request ended before all had a token: {ended[0].error or ended[0].finish_reason}")
+        if engine.core.scheduler.num_preemptions > before:
+            raise RuntimeError(f"the blocks of keys and values do not hold {len(requests)} requests at a time")
         if time.perf_counter() - start > MOST_FILL_S:
             waiting = sum(not request.output_token_ids for request in requests)
             raise RuntimeError(f"{waiting} of {len(requests)} requests have no token after {MOST_FILL_S:.0f} s")

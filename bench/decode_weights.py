@@ -35,7 +35,6 @@ by both at once. Appends one JSON line to bench/results/decode_weights.jsonl.
 """
 
 import argparse
-import faulthandler
 import gc
 import itertools
 import json
@@ -80,11 +79,13 @@ from ambidex.models.registry import build_model
 from ambidex.models.site_plans import measure_weights
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.device import choose_device
+from ambidex.runner.graphs import CudaCapture
 from ambidex.solver.placement_file import placement_json
 from ambidex.storage.host_memory import HostMemory
 from ambidex.storage.pinned import register_pinned
 from harness import Quantiles, append_record, environment, significant
 from planned import PromptsOnDemand
+from stages import KernelWatch, Stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +128,6 @@ class Run:
         }  # fmt: skip
 
 
-STAGE_S: Final = 45.0
-"""After which a stage is thought to hang: the stacks of all threads are printed then, and again as often."""
 NUM_WARMUP_STEPS: Final = 3
 """The first compiles and captures, the second is the first replay."""
 PROFILE_NAME: Final = "neurons.npz"
@@ -138,6 +137,8 @@ DRAM_BYTES: Final = 1024 * MIB
 """That threads read while copies run."""
 MOST_KV_SHARE: Final = 0.35
 """Of the GPU budget, for keys and values: where all of them would leave nothing for weights, older ones lie in DRAM."""
+DRAM_SLACK_BYTES: Final = 256 * MIB
+"""Of DRAM's budget, for what is rounded."""
 ALLOWANCE_BYTES: Final = 1536 * MIB
 """Of the GPU budget, for workspace and graphs, where the placement is made here."""
 
@@ -189,11 +190,11 @@ def measure(args: argparse.Namespace, device: torch.device, rates: FloorRates, p
         pattern = make_pattern(Path(folder)) if args.sparsity != [DENSE] else None
         for placement, batch, variant in itertools.product(args.placement, args.batches, args.sparsity):
             run = Run(placement=placement, batch=batch, context=args.context, variant=variant)
-            points.append(try_batch(Path(folder), run, args, rates, pattern, memory))
+            points.append(try_batch(Path(folder), run, args, device, rates, pattern, memory))
             forget_engine(device)
         if args.prefill:
             prefill = Run(placement=args.placement[0], batch=1, context=args.prefill)
-            points.append(try_batch(Path(folder), prefill, args, rates, pattern, memory))
+            points.append(try_batch(Path(folder), prefill, args, device, rates, pattern, memory))
 
 
 def make_record(
@@ -224,17 +225,27 @@ def make_pattern(folder: Path) -> Pattern:
 
 
 def try_batch(
-    folder: Path, run: Run, args: argparse.Namespace, rates: FloorRates, pattern: Pattern | None, memory: "KeptMemory"
+    folder: Path,
+    run: Run,
+    args: argparse.Namespace,
+    device: torch.device,
+    rates: FloorRates,
+    pattern: Pattern | None,
+    memory: "KeptMemory",
 ) -> dict[str, Any]:
     """Figures of a run, or why there are none: the others are recorded all the same."""
-    faulthandler.dump_traceback_later(STAGE_S, repeat=True)
+    stages = Stages()
+    kernels = KernelWatch() if device.type == "cuda" else None
+    print(f"{run}:", file=sys.stderr, flush=True)
     try:
-        point = measure_batch(folder, run, args, rates, pattern, memory)
+        point = measure_batch(folder, run, args, rates, pattern, memory, stages)
     except (AmbidexError, RuntimeError) as error:
         print(f"{run}: {error}", file=sys.stderr, flush=True)
-        return {**run.record(), "error": str(error)}
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+        return {**run.record(), "error": str(error), "stages_s": stages.record()}
+    point["stages_s"] = stages.record()
+    if kernels is not None:
+        print(f"   {kernels.words()}", file=sys.stderr, flush=True)
+        point["kernels"] = kernels.record()
     print_point(run, point)
     return point
 
@@ -330,43 +341,52 @@ def make_model(folder: Path, args: argparse.Namespace) -> None:
 
 
 def measure_batch(
-    folder: Path, run: Run, args: argparse.Namespace, rates: FloorRates, pattern: Pattern | None, memory: KeptMemory
+    folder: Path,
+    run: Run,
+    args: argparse.Namespace,
+    rates: FloorRates,
+    pattern: Pattern | None,
+    memory: KeptMemory,
+    stages: Stages,
 ) -> dict[str, Any]:
     """Build an engine for a run, fill its contexts and time its steps, or the one prompt that is computed."""
     config, batch = make_config(folder, run, args), run.batch
-    start = time.perf_counter()
     form = DecodeForm.FIXED if args.device is DeviceKind.CPU else None
     # Others leave to the CPU what is the CPU's, however many tokens a step has; prompts' chunks go over the link here.
     levels = [Level(most_tokens=max(128, batch), cpu_share=1.0)] if run.placement in ("layer_split", "cpu") else None
     prompts = PromptsOnDemand(read_spec(find_model(str(folder))).hidden_size)
-    engine = build_engine(
-        config, decode_form=form, dummy_kind=args.kind, cpu_levels=levels, forward=prompts,
-        shape_dummy=None if pattern is None else pattern.shape_biases,
-        host_memory=HostMemory(pin=memory.pin, allocate=memory.allocate),
-    )  # fmt: skip
-    load_s = time.perf_counter() - start
-    print(f"{run}: built in {load_s:.1f} s", flush=True)
-    faulthandler.dump_traceback_later(STAGE_S, repeat=True)  # in place of the last one
+    with stages.stage("build"):
+        engine = build_engine(
+            config, decode_form=form, dummy_kind=args.kind, cpu_levels=levels, forward=prompts,
+            shape_dummy=None if pattern is None else pattern.shape_biases,
+            host_memory=HostMemory(pin=memory.pin, allocate=memory.allocate),
+            capture=stages.timed_capture(CudaCapture),
+        )  # fmt: skip
+    load_s = stages.seconds["build"]
+    check_room(engine, run, args)
     if args.prefill and run.context == args.prefill:
-        return {**run.record(), "load_s": significant(load_s, 3), **measure_prefill(engine, prompts, run.context)}
+        with stages.stage("prompts"):
+            return {**run.record(), "load_s": significant(load_s, 3), **measure_prefill(engine, prompts, run.context)}
     options = decode_gpu.Options(
         shape=args.shape, points=(decode_gpu.Point(batch=batch, context=run.context),), steps=args.steps,
         chunk=args.chunk, device=args.device, dtype=args.dtype, graphs=config.graphs, profile=False, output=args.output,
     )  # fmt: skip
     point = options.points[0]
-    requests, fill_s = decode_gpu.fill(engine, point, options, temperature=0.0 if pattern is None else 1.0)
-    print(f"      prompts filled in {fill_s:.1f} s", flush=True)
-    start = time.perf_counter()
-    for _ in range(NUM_WARMUP_STEPS):
+    with stages.stage("prompts"):
+        requests, _ = decode_gpu.fill(engine, point, options, temperature=0.0 if pattern is None else 1.0)
+    with stages.stage("first step"):
         decode_gpu.step(engine, point)
-        print(f"      a first step in {time.perf_counter() - start:.1f} s", flush=True)
+    with stages.stage("warm-up"):
+        for _ in range(NUM_WARMUP_STEPS - 1):
+            decode_gpu.step(engine, point)
     neurons_before = engine.stats.neurons
     kv_before, replayed = dict(engine.stats.lane_bytes), engine.stats.num_replayed_steps
     seconds = []
-    for _ in range(args.steps):
-        start = time.perf_counter()
-        decode_gpu.step(engine, point)
-        seconds.append(time.perf_counter() - start)
+    with stages.stage("measured steps"):
+        for _ in range(args.steps):
+            start = time.perf_counter()
+            decode_gpu.step(engine, point)
+            seconds.append(time.perf_counter() - start)
     kv = {lane: (size - kv_before.get(lane, 0)) // args.steps for lane, size in engine.stats.lane_bytes.items()}
     lanes = lane_bytes(engine, batch, kv)
     neurons = neurons_between(neurons_before, engine.stats.neurons)
@@ -426,20 +446,19 @@ def measure_prefill(engine: Engine, prompts: PromptsOnDemand, num_tokens: int) -
 def make_config(folder: Path, run: Run, args: argparse.Namespace) -> EngineConfig:
     """An engine whose tiers hold the batch, with the weights where the placement says."""
     batch, variant = run.batch, run.variant
-    num_chunks = -(-batch * run.context // args.chunk) + batch
-    longest = run.context + 2 * num_chunks + NUM_WARMUP_STEPS + args.steps + 16
-    tokens = batch * (-(-longest // BLOCK_SIZE) + 1) * BLOCK_SIZE
+    longest = longest_context(run, args)
+    tokens = batch * num_blocks(run, args) * BLOCK_SIZE
     spec = read_spec(find_model(str(folder)))
     kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * (-(-spec.head_dim // 32) * 32) * number_bytes(args)
     near = min(tokens * args.kv_gpu_percent // 100, int(MOST_KV_SHARE * args.gpu_memory) // kv_bytes)
+    dtype = torch.float32 if args.dtype is DTypeChoice.FP32 else torch.bfloat16
+    model = build_model(spec, device=torch.device("meta"), dtype=dtype)
+    linears = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)]
+    sizes = measure_weights(model, dtype.itemsize, kinds=dict.fromkeys(linears, args.kind) if args.kind else {})
+    ring = 4 * chunk_bytes_for(args.gpu_memory)
+    left = args.gpu_memory - near * kv_bytes - ALLOWANCE_BYTES - ring - sizes.whole
     path: Path | str | None = "auto" if run.placement == "auto" else None
     if run.placement not in ("ours", "auto"):
-        dtype = torch.float32 if args.dtype is DTypeChoice.FP32 else torch.bfloat16
-        model = build_model(spec, device=torch.device("meta"), dtype=dtype)
-        linears = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)]
-        sizes = measure_weights(model, dtype.itemsize, kinds=dict.fromkeys(linears, args.kind) if args.kind else {})
-        ring = 4 * chunk_bytes_for(args.gpu_memory)
-        left = args.gpu_memory - near * kv_bytes - ALLOWANCE_BYTES - ring - sizes.whole
         placement = make_placement(run.placement, sizes, left)
         path = folder / "placement.json"
         content = placement_json(placement, KVShares())
@@ -447,8 +466,9 @@ def make_config(folder: Path, run: Run, args: argparse.Namespace) -> EngineConfi
         path.write_text(json.dumps(content))
     settings: dict[str, Any] = {}
     if near < tokens:
-        window = max(BLOCK_SIZE, longest * near // tokens - 4 * BLOCK_SIZE)
+        window = max(BLOCK_SIZE, near // batch - 4 * BLOCK_SIZE)
         settings = {"num_sink_tokens": BLOCK_SIZE, "recent_window": window}
+        settings["dram_memory"] = dram_bytes(run, sizes, left) + (tokens - near + batch * BLOCK_SIZE) * kv_bytes
     if args.device is DeviceKind.CPU and run.placement == "ours":  # to try the script: nothing else divides weights
         settings["weights_gpu_memory"] = args.gpu_memory // 2
     if variant != DENSE:
@@ -471,6 +491,46 @@ def make_config(folder: Path, run: Run, args: argparse.Namespace) -> EngineConfi
         placement=None if path is None else str(path),
         **settings,
     )
+
+
+def longest_context(run: Run, args: argparse.Namespace) -> int:
+    """Tokens that a request may have at most: more than any gets."""
+    num_chunks = -(-run.batch * run.context // args.chunk) + run.batch
+    return run.context + 2 * num_chunks + NUM_WARMUP_STEPS + args.steps + 16
+
+
+def num_blocks(run: Run, args: argparse.Namespace) -> int:
+    """Blocks of a request at its end: those that come first decode while the prompts of the others come in."""
+    num_left = args.chunk - run.batch  # tokens of a step for prompts
+    num_fills = -(-run.batch * run.context // num_left) + 1 if num_left > 0 else 2 * run.batch
+    longest = min(longest_context(run, args), run.context + num_fills + NUM_WARMUP_STEPS + args.steps + 1)
+    return -(-longest // BLOCK_SIZE) + 1
+
+
+def dram_bytes(run: Run, sizes: WeightSizes, on_gpu: int) -> int:
+    """Bytes of DRAM that weights and what belongs to them take at most, beside keys and values.
+
+    Args:
+        on_gpu: what the GPU has for matrices, but for what is rounded.
+    """
+    total, mlp = sum(sizes.attention) + sum(sizes.mlp) + sizes.head, sum(sizes.mlp)
+    is_whole = run.placement in ("cpu", "auto")
+    weights = total if is_whole else min(total, max(0, total - max(0, on_gpu)) + total // 10)
+    return weights + (0 if run.variant == DENSE else 3 * mlp // 10) + DRAM_SLACK_BYTES
+
+
+def check_room(engine: Engine, run: Run, args: argparse.Namespace) -> None:
+    """See to it that keys and values of all requests find room: those that wait for it would never decode together.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    has, needs = sum(engine.figures.num_blocks.values()), run.batch * (num_blocks(run, args) - 1)
+    if has < needs:
+        raise ConfigError(
+            f"{run.batch} requests need {needs} blocks of {BLOCK_SIZE} tokens in the end, both tiers have {has}: take "
+            f"fewer requests or shorter prompts, or a machine with more DRAM"
+        )
 
 
 def number_bytes(args: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ __all__ = [
 ]  # fmt: skip
 
 REPO: Final = Path(__file__).resolve().parent.parent
-PACKAGES: Final = (*OWN_PACKAGES, "transformers", "llama-cpp-python", "gguf")
+PACKAGES: Final = (*OWN_PACKAGES, "transformers", "accelerate", "optimum-quanto", "hqq", "llama-cpp-python", "gguf")
 
 
 def environment() -> dict[str, object]:

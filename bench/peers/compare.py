@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from ambidex.bench.figures import Quantiles, significant
 from ambidex.compare.cells import Cell, CellKind
 from ambidex.compare.folder import ReportFolder
 from ambidex.compare.run import write_report
+from ambidex.compare.watch import explain_exit
 from ambidex.core.errors import AmbidexError
 from ambidex.core.policy import PolicyName
 from ambidex.hw.topology import read_topology
@@ -48,10 +50,14 @@ GROUPS: Final[Mapping[str, Sequence[str]]] = {
 def main() -> int:
     """Measure what the folder does not hold, print, report; exit code 3: a variant has failed."""
     args = parse_options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the variant that runs, too
     try:
-        with ReportFolder(args.report) as folder, tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
-            model, prompts, name = prepare(args, Path(scratch))
-            measure(args, folder, model=model, prompts=prompts, name=name)
+        with ReportFolder(args.report) as folder:
+            name = find_name(args)
+            if left := find_left(args, folder, name):
+                with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
+                    model, prompts = prepare(args, Path(scratch))
+                    measure(args, folder, left, model=model, prompts=prompts, name=name)
             write_report(folder)
             return summarise(folder, args.variants)
     except AmbidexError as error:
@@ -90,8 +96,28 @@ def parse_options() -> argparse.Namespace:
     return args
 
 
-def prepare(args: argparse.Namespace, scratch: Path) -> tuple[str, list[list[int]], str]:
-    """The model's path, the prompts, and what the model is called in the report.
+def find_name(args: argparse.Namespace) -> str:
+    """What the model is called in the report.
+
+    Raises:
+        CallerError: there is no such model.
+    """
+    return f"{args.shape}, random weights" if args.shape else decode_cpu.find_gguf(args.model).files[0].name
+
+
+def find_left(args: argparse.Namespace, folder: ReportFolder, name: str) -> dict[str, list[int]]:
+    """What the folder does not hold yet: for each variant the places of its contexts."""
+    known = {Cell.of(line["cell"]).key for line in folder.lines() if line["status"] == "done" or not args.retry}
+    left = {
+        variant: [place for place, context in enumerate(args.contexts)
+                  if make_cell(args, variant, name, context).key not in known]
+        for variant in args.variants
+    }  # fmt: skip
+    return {variant: places for variant, places in left.items() if places}
+
+
+def prepare(args: argparse.Namespace, scratch: Path) -> tuple[str, list[list[int]]]:
+    """The model's path, and the prompts.
 
     Raises:
         CallerError: there is no such model, or no text that is long enough.
@@ -102,33 +128,35 @@ def prepare(args: argparse.Namespace, scratch: Path) -> tuple[str, list[list[int
             model=args.model, text=None, contexts=tuple(args.contexts), steps=args.steps, rounds=1, variants=(),
             threads=args.threads, wait=args.wait, skip_missing=True, output=args.report,
         )  # fmt: skip
-        return str(source.files[0]), decode_cpu.make_prompts(options, source)[1], source.files[0].name
+        return str(source.files[0]), decode_cpu.make_prompts(options, source)[1]
     vocab_size = save_random_model(args.shape, scratch)
     rng = random.Random(1)
     ids = [rng.randrange(3, vocab_size) for _ in range(max(args.contexts))]
-    return str(scratch), [ids[:context] for context in args.contexts], f"{args.shape}, random weights"
+    return str(scratch), [ids[:context] for context in args.contexts]
 
 
 def measure(
-    args: argparse.Namespace, folder: ReportFolder, *, model: str, prompts: Sequence[Sequence[int]], name: str
+    args: argparse.Namespace,
+    folder: ReportFolder,
+    left: Mapping[str, Sequence[int]],
+    *,
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    name: str,
 ) -> None:
-    """Run the variants whose cells are not there yet."""
-    known = {Cell.of(line["cell"]).key for line in folder.lines() if line["status"] == "done" or not args.retry}
+    """Run the variants that have contexts left."""
     opening = environment()
-    for variant in args.variants:
-        cells = [make_cell(args, variant, name, context) for context in args.contexts]
-        left = [place for place, cell in enumerate(cells) if cell.key not in known]
-        if not left:
-            continue
+    for variant, places in left.items():
         print(f"{variant} …", file=sys.stderr, flush=True)
-        result = run_variant(args, variant, model, [list(prompts[place]) for place in left])
-        for number, place in enumerate(left):
+        result = run_variant(args, variant, model, [list(prompts[place]) for place in places])
+        for number, place in enumerate(places):
             outcome = (
                 {"status": "failed", "reason": result["failed"]}
                 if "failed" in result
                 else {"status": "done", "figures": make_figures(result, result["answers"][number])}
             )
-            folder.append({"cell": cells[place].record(), **outcome, **opening})
+            cell = make_cell(args, variant, name, args.contexts[place])
+            folder.append({"cell": cell.record(), **outcome, **opening})
 
 
 def make_cell(args: argparse.Namespace, variant: str, name: str, context: int) -> Cell:
@@ -158,7 +186,7 @@ def run_variant(args: argparse.Namespace, variant: str, model: str, prompts: lis
         except subprocess.TimeoutExpired:
             return {"failed": f"it took longer than {args.timeout:g} s"}
         if process.returncode != 0:
-            return {"failed": decode_cpu.explain_exit(process.returncode, process.stderr)[:600]}
+            return {"failed": explain_exit(process.returncode, process.stderr)[:600]}
         return dict(json.loads(result_file.read_text()))
 
 

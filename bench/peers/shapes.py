@@ -78,6 +78,8 @@ def save_random_model(shape: str, folder: Path, *, seed: int = 0) -> int:
             parameter.data.mul_(SCORE_STD / (std**2 * parameter.shape[1]))
     model.save_pretrained(folder)
     save_tokenizer(folder)
+    del model, parameter
+    torch.cuda.empty_cache()  # the engines that read it run while this process lives
     return int(fields["vocab_size"])
 
 

@@ -45,6 +45,7 @@ struct Shape {
   std::size_t dim, group, queries, block_size, first_key, num_keys;
   float max_mass, sharpness;
   bool has_near, has_other;
+  float late = 1.0f;  // factor of most keys: all but the first 128 of each 2048
 };
 
 // K or V of all heads in a pool, and what its rows are worth.
@@ -63,7 +64,8 @@ float rounded(Number number, float x) {
   return number == Number::kFp16 && std::abs(x) < 1e-4f ? 0.0f : x;
 }
 
-Part make_part(const Shape& shape, KVPart kind, std::size_t num_blocks, const std::vector<bool>& is_there,
+// Factors: of each slot's numbers; 0 where no key is.
+Part make_part(const Shape& shape, KVPart kind, std::size_t num_blocks, const std::vector<float>& factors,
                std::mt19937& random, ThreadPool& threads) {
   std::normal_distribution<float> normal;
   const KVTiles tiles = make_tiles(size_of(shape.number), shape.block_size, (shape.dim + 31) / 32 * 32);
@@ -76,11 +78,11 @@ Part make_part(const Shape& shape, KVPart kind, std::size_t num_blocks, const st
   std::vector<std::int64_t> places;
   std::vector<float> rows;
   for (std::size_t slot = 0; slot < slots; ++slot) {
-    if (!is_there[slot]) continue;
+    if (factors[slot] == 0.0f) continue;
     places.push_back(static_cast<std::int64_t>(slot));
     for (std::size_t i = 0; i < kHeads * shape.dim; ++i) {
       const float large = i % shape.dim == 3 ? 4.0f : 1.0f;  // a dim that is larger than the others
-      rows.push_back(rounded(shape.number, normal(random) * large));
+      rows.push_back(rounded(shape.number, normal(random) * large * factors[slot]));
     }
   }
   store_values(Isa::kGeneric, shape.number, to, part.records.data(),
@@ -124,12 +126,14 @@ void check(const Shape& shape, const std::vector<Form>& forms, ThreadPool& threa
     for (std::size_t i = 0; i < needed; ++i) ids.push_back(static_cast<std::int64_t>(i + 1));
   }
   std::shuffle(ids.begin(), ids.end(), random);
-  std::vector<bool> is_there(slots);
-  for (std::int64_t id : ids) {
-    for (std::size_t i = 0; i < shape.block_size; ++i) is_there[static_cast<std::size_t>(id) * shape.block_size + i] = true;
+  std::vector<float> factors(slots), ones(slots);
+  for (std::size_t key = 0; key < needed * shape.block_size; ++key) {
+    const std::size_t slot = static_cast<std::size_t>(ids[key / shape.block_size]) * shape.block_size + key % shape.block_size;
+    factors[slot] = key % 2048 < 128 ? 1.0f : shape.late;
+    ones[slot] = 1.0f;
   }
-  const Part k = make_part(shape, KVPart::kK, num_blocks, is_there, random, threads);
-  const Part v = make_part(shape, KVPart::kV, num_blocks, is_there, random, threads);
+  const Part k = make_part(shape, KVPart::kK, num_blocks, factors, random, threads);
+  const Part v = make_part(shape, KVPart::kV, num_blocks, ones, random, threads);
   const bool is_int8 = shape.number == Number::kInt8;
   const KVTiles tiles = make_tiles(size_of(shape.number), shape.block_size, padded);
   const KVTiles scan_tiles = make_tiles(1, shape.block_size, padded);
@@ -281,6 +285,10 @@ int main() {
     check({number, 64, 8, 3, 32, 3, 3000, 0.05f, 2.0f, true, false}, forms, threads, sharp);
     // One head, whose softmax few keys hold: most must be left out.
     check({number, 128, 1, 1, 64, 7, 5000, 0.05f, 3.0f, false, false}, forms, threads, lean);
+    // Ranges so long that a part has many pieces, and such whose first keys weigh more than the others.
+    check({number, 64, 1, 1, 64, 7, 40000, 0.01f, 3.0f, true, false}, forms, threads, lean);
+    check({number, 64, 4, 1, 64, 0, 40000, 0.01f, 3.0f, false, false, 0.2f}, forms, threads, sharp);
+    check({number, 64, 2, 1, 32, 0, 12000, 0.02f, 2.0f, false, true, 0.5f}, forms, threads, sharp);
   }
   const int wrong = exact.wrong + flat.wrong + sharp.wrong + lean.wrong;
   std::printf("bounded: %d shapes in %zu forms; kept %.0f %% of keys, %.0f %% of flat ones, %.0f %% for one head; %d wrong\n",

@@ -1,5 +1,6 @@
 """An engine with a policy: what it reports, what it refuses, and that it answers as the definition does."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from ambidex import LLM, SamplingParams
 from ambidex.attention.select.registry import make_policy
 from ambidex.core.config import EngineConfig
-from ambidex.core.errors import ConfigError, UnsupportedModelError
+from ambidex.core.errors import ConfigError, RequestError, UnsupportedModelError
 from ambidex.core.policy import PolicyName, resolve_policy
 from tiny_engine import make_engine_folder
 from unit_specs import make_spec
@@ -170,6 +171,19 @@ def test_hybridgen_is_steered_by_the_times_of_its_steps(folder: Path, feedback: 
     assert after.times.cpu_s > 0
     assert after.num_selected >= before.num_selected == 4
     assert (after.num_selected == 4) or feedback == "full", "mode changes the mode alone"
+
+
+def test_the_thread_that_scores_ahead_ends_with_the_engine(folder: Path) -> None:
+    before = set(threading.enumerate())
+    llm = LLM(str(folder), policy="hybridgen", **OPTIONS[PolicyName.HYBRIDGEN], **SETTINGS)
+    llm.generate(PROMPTS, GREEDY)
+    started = [thread for thread in set(threading.enumerate()) - before if "early-scores" in thread.name]
+    assert len(started) == 1, "nothing scored ahead: the test would prove nothing"
+    llm.close()
+    assert not started[0].is_alive()
+    llm.close()  # does nothing
+    with pytest.raises(RequestError, match="the engine was closed"):
+        llm.generate(PROMPTS, GREEDY)
 
 
 def test_without_feedback_nothing_is_timed(folder: Path) -> None:

@@ -2,10 +2,12 @@
 
 import logging
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +17,14 @@ from ambidex import EngineConfig, SamplingParams
 from ambidex.attention.hybrid import HybridAttention
 from ambidex.attention.paged import PagedAttention
 from ambidex.core.config import DeviceKind, DTypeChoice
+from ambidex.core.errors import ShapeError
 from ambidex.core.ids import Lane, RequestId
 from ambidex.core.step import ScheduledRequest, StepPlan, make_buckets
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.engine.outputs import RequestOutput
 from ambidex.models.base import AttentionOp, CausalLM
+from ambidex.runner import graphs
 from ambidex.runner.decode import DecodeForm, DecodeOutput
 from ambidex.runner.graphs import ChosenCopy, CudaCapture, DecodeSteps
 from ambidex.runner.input_batch import InputBatch
@@ -298,6 +302,57 @@ def test_graphs_are_given_up_with_one_warning_when_a_capture_fails(
     assert num_captures == 2
     assert engine.stats.num_graph_failures == 1
     assert caplog.text.count("CUDA graphs are given up") == 1
+
+
+def make_hybrid(folder: Path, form: DecodeForm) -> Engine:
+    """An engine whose decode steps have keys in DRAM."""
+    config = make_config(folder, DeviceKind.CPU, block_size=16, kv_gpu_tokens=400, num_sink_tokens=4, recent_window=8)
+    return build_engine(config, decode_form=form)
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    """A function that only raises."""
+
+    def fail(*args: object, **settings: object) -> None:
+        del args, settings
+        raise error
+
+    return fail
+
+
+def test_where_there_is_no_memory_for_what_lanes_share_steps_take_the_ordinary_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_engine_folder(tmp_path, "llama")
+    wanted = run(make_hybrid(folder, DecodeForm.ORDINARY), greedy())
+
+    monkeypatch.setattr(graphs, "Handover", raising(RuntimeError("CUDA error: out of memory")))
+    engine = make_hybrid(folder, DecodeForm.FIXED)
+    assert run(engine, greedy()) == wanted
+    assert engine.stats.num_graph_failures == 1
+    assert caplog.text.count("CUDA graphs are given up") == 1
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [RuntimeError("CUDA error: an illegal memory access was encountered"), ShapeError("q is [1, 2], not [2, 2]")],
+)
+def test_a_fault_while_a_step_is_prepared_is_not_hidden_by_another_path(
+    fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "Handover", raising(fault))
+    engine = make_hybrid(make_engine_folder(tmp_path, "llama"), DecodeForm.FIXED)
+    with pytest.raises(type(fault), match=re.escape(str(fault))):
+        run(engine, greedy())
+    assert engine.stats.num_graph_failures == 0
+
+
+def test_a_fault_of_ours_while_a_step_is_captured_is_not_hidden_by_another_path(tmp_path: Path) -> None:
+    config = make_config(make_engine_folder(tmp_path, "llama"), DeviceKind.CPU, kv_gpu_tokens=1024, block_size=4)
+    fault = ShapeError("q is [1, 2], not [2, 2]")
+    engine = build_engine(config, decode_form=DecodeForm.CAPTURED, capture=lambda: raising(fault))
+    with pytest.raises(ShapeError):
+        run(engine, greedy())
 
 
 @pytest.mark.gpu

@@ -164,6 +164,10 @@ class EarlyDecode:
         self._store.forget(request_id)
         self._near.pop(request_id, None)
 
+    def close(self) -> None:
+        """End the thread that scores; no step may follow."""
+        self._scores.close()
+
     def stage_times(self, forward_s: float) -> StageTimes | None:
         """Times of the last step's stages: the CPU's scores, which run beside the accelerator; the transfer of scores
         and rows; and the rest of the forward pass, but for what the accelerator's side waited for scores."""

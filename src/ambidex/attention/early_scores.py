@@ -93,7 +93,7 @@ class EarlyScores:
         self._thread.submit(torch.set_num_threads, num_threads).result()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, once what it was asked for has its answer; nothing can be asked for any more."""
         self._thread.shutdown()
 
     def _buffers(self, turn: int, keys: Sequence[Tensor]) -> list[Tensor]:

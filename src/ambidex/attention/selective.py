@@ -247,6 +247,11 @@ class SelectiveAttention:
         if self._row_store is not None:
             self._row_store.forget(request_id)
 
+    def close(self) -> None:
+        """End the threads of its own; no step may follow."""
+        if self._early is not None:
+            self._early.close()
+
     @property
     def early(self) -> EarlyDecode | None:
         """Who answers steps of one token a request, with scores made a layer ahead; None: nobody."""
@@ -476,7 +481,7 @@ class SelectiveAttention:
     def _show_prompt(self, layer_idx: int, work: _Work, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Tell the policy what it needs of the prompt's tokens."""
         rows, selector, needs = work.prompt_rows, work.selectors[layer_idx], self._policy.needs
-        if not work.num_prompt_rows:
+        if not work.num_prompt_rows or work.state.request.max_output_tokens == 1:  # then nothing is decoded
             return
         if Need.ROWS in needs:
             selector.add_rows(*self._as_kept(k[rows], v[rows]))

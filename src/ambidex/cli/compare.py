@@ -2,7 +2,7 @@
 
 import hashlib
 import pydoc_data.topics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,8 +60,8 @@ class CompareCommand(SettingsCommand):
                 VerbOption(["--predict"], type=count, help="tokens predicted at the end of each context; default: 256"),
                 VerbOption(["--rounds"], type=count, help="secrets asked for at each context; default: 8"),
                 VerbOption(["--text"], type=path, help="text to predict; default: the help topics of Python's library"),
-                VerbOption(["--only"], type=click.Choice(["speed", "quality"]),
-                           help="measure that alone; default: both, and timelines"),
+                VerbOption(["--only"], metavar="LIST",
+                           help="kinds of cells, of speed,quality,timeline; default: all"),
                 VerbOption(["--quick"], is_flag=True, help="small contexts, few steps and tokens, 128 tokens of KV on "
                            "the accelerator: a look in minutes"),
                 VerbOption(["--retry"], is_flag=True, help="measure failed cells of an earlier run again"),
@@ -102,7 +102,7 @@ def compare(ctx: click.Context, /, **options: Any) -> int:
         num_rounds=values["rounds"],
         text_name=text_name,
         text_sha256=hashlib.sha256(text.encode()).hexdigest()[:16],
-        kinds=tuple(CellKind) if options["only"] is None else (CellKind(options["only"]),),
+        kinds=tuple(CellKind(kind) for kind in _kinds(options["only"], list(CellKind))),
         timelines=[variant.name for variant in variants if not quick or variant.policy is PolicyName.EXACT],
     )
     if CellKind.QUALITY in grid.kinds:
@@ -137,6 +137,14 @@ def _models(options: dict[str, Any]) -> list[str]:
     if not all(models):
         raise ConfigError(f"--models {options['models']!r} has an empty name: part the models by single commas")
     return models
+
+
+def _kinds(words: str | None, known: Sequence[str]) -> Sequence[str]:
+    """Kinds of cells that are measured."""
+    kinds = known if words is None else words.split(",")
+    if unknown := [kind for kind in kinds if kind not in known]:
+        raise ConfigError(f"--only {words!r} has {unknown[0]!r}: known are {', '.join(known)}, parted by commas")
+    return kinds
 
 
 def _check_predict(num_predicted: int, shortest: int) -> None:

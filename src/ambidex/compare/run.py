@@ -4,12 +4,10 @@ import dataclasses
 import json
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ambidex.bench.machine import environment
 from ambidex.compare.cells import Cell, CellKind, Grid
@@ -17,11 +15,9 @@ from ambidex.compare.folder import Line, ReportFolder, split_done
 from ambidex.compare.page import make_html
 from ambidex.compare.process import start_worker
 from ambidex.compare.tables import make_markdown
+from ambidex.compare.watch import END_S, KnownRates, explain_exit, follow
 from ambidex.core.config import EngineConfig
 
-POLL_S: Final = 0.2
-MAX_REASON: Final = 600
-"""Characters of a reason in a record."""
 Tell = Callable[[str], None]
 
 
@@ -48,12 +44,13 @@ def run_grid(
     opening = environment()
     variants = {variant.name: variant for variant in grid.variants}
     number = num_cells - num_left
+    rates = KnownRates()
     before = signal.signal(signal.SIGTERM, _interrupt)  # ended from outside, it ends its worker and writes the report
     try:
         for group in left:
             first = group[0]
             config = variants[first.variant].config(base, model=first.model, kv_gpu_tokens=first.kv_gpu_tokens)
-            for cell, outcome in measure_group(config, group, text=text, cell_timeout_s=cell_timeout_s):
+            for cell, outcome in measure_group(config, group, text=text, cell_timeout_s=cell_timeout_s, rates=rates):
                 number += 1
                 folder.append({"cell": cell.record(), **outcome, **opening})
                 tell(f"[{number}/{num_cells}] {cell.words()}: {describe(cell, outcome)}")
@@ -75,13 +72,13 @@ def write_report(folder: ReportFolder) -> None:
 
 
 def measure_group(
-    config: EngineConfig, cells: Sequence[Cell], *, text: str, cell_timeout_s: float
+    config: EngineConfig, cells: Sequence[Cell], *, text: str, cell_timeout_s: float, rates: KnownRates | None = None
 ) -> Iterator[tuple[Cell, dict[str, Any]]]:
     """Measure cells that share an engine; each with {"status", "reason" or "figures"}."""
-    left = list(cells)
+    left, rates = list(cells), rates or KnownRates()
     while left:
         given = len(left)
-        for cell, outcome in _run_worker(config, tuple(left), text=text, cell_timeout_s=cell_timeout_s):
+        for cell, outcome in _run_worker(config, tuple(left), rates, text=text, cell_timeout_s=cell_timeout_s):
             left.remove(cell)
             yield cell, outcome
         if len(left) == given:  # the process ended without a word on any cell
@@ -89,7 +86,7 @@ def measure_group(
 
 
 def _run_worker(
-    config: EngineConfig, cells: Sequence[Cell], *, text: str, cell_timeout_s: float
+    config: EngineConfig, cells: Sequence[Cell], rates: KnownRates, *, text: str, cell_timeout_s: float
 ) -> Iterator[tuple[Cell, dict[str, Any]]]:
     part = {
         "config": {
@@ -98,6 +95,7 @@ def _run_worker(
         },
         "cells": [cell.record() for cell in cells],
         "text": None if cells[0].kind is CellKind.TIMELINE else text,
+        "rates": rates.find(config),
     }
     with tempfile.TemporaryDirectory() as folder:
         part_file, results, errors = (Path(folder, name) for name in ("part.json", "results.jsonl", "stderr"))
@@ -106,50 +104,12 @@ def _run_worker(
         errors.touch()
         process = start_worker(part_file, results, errors)
         try:
-            yield from _follow(process, cells, results, errors, cell_timeout_s)
+            yield from follow(
+                process, cells, results, errors, cell_timeout_s, keep_rates=lambda found: rates.keep(config, found)
+            )
         finally:
             process.kill()
-            process.join()
-
-
-def _follow(
-    process: BaseProcess, cells: Sequence[Cell], results: Path, errors: Path, cell_timeout_s: float
-) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    """Hand on what a worker tells, until it ends or a cell takes too long."""
-    told, begun, since, num_read = set(), 0, time.monotonic(), 0
-    while True:
-        is_over = process.exitcode is not None
-        lines = results.read_text(encoding="utf-8").split("\n")[:-1]
-        for line in lines[num_read:]:
-            num_read += 1
-            event = json.loads(line)
-            since = time.monotonic()
-            if "begun" in event:
-                begun = event["begun"]
-                continue
-            told.add(event["index"])
-            if "failed" in event:
-                yield cells[event["index"]], {"status": "failed", "reason": event["failed"]}
-            else:
-                yield cells[event["index"]], {"status": "done", "figures": event["figures"]}
-        if is_over:
-            if (process.exitcode != 0 or not told) and begun not in told:
-                reason = explain_exit(process.exitcode or 0, errors.read_text(encoding="utf-8", errors="replace"))
-                yield cells[begun], {"status": "failed", "reason": reason}
-            return
-        if time.monotonic() - since > cell_timeout_s:
-            yield (
-                cells[begun],
-                {"status": "failed", "reason": f"it took longer than {cell_timeout_s:g} s (--cell-timeout)"},
-            )
-            return
-        time.sleep(POLL_S)
-
-
-def explain_exit(code: int, stderr: str) -> str:
-    """One line on how a process failed."""
-    last = (stderr.strip().splitlines() or ["no message"])[-1][:MAX_REASON]
-    return f"killed by {signal.Signals(-code).name}: {last}" if code < 0 else f"exit code {code}: {last}"
+            process.join(END_S)
 
 
 def describe(cell: Cell, outcome: Mapping[str, Any]) -> str:

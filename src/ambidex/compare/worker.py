@@ -1,7 +1,8 @@
 """The process that measures cells which share an engine (`process.py`); a crash takes no other cell with it.
 
-RESULTS gets a line `{"begun": index}` before a cell and `{"index", "figures"}` or `{"index", "failed"}` after it. The
-process ends after a cell that failed in the engine: what is left is measured by a new one.
+RESULTS gets a line `{"begun": index}` before a cell and `{"index", "figures"}` or `{"index", "failed"}` after it, and
+`{"rates": …}` once they have been measured. The process ends after a cell that failed in the engine: what is left is
+measured by a new one.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from typing import Any, Final
 import torch
 
 from ambidex.bench.decode import check_decode, measure_decode
+from ambidex.bench.floor import Rates
 from ambidex.bench.links import measure_rates
 from ambidex.bench.memory_use import MemoryWatch
 from ambidex.bench.others import watch_others
@@ -22,6 +24,7 @@ from ambidex.bench.workload import Point, Prompts, check_point, decode_once, end
 from ambidex.compare.cells import Cell, CellKind
 from ambidex.core.config import EngineConfig, Graphs, LoadFormat
 from ambidex.core.errors import AmbidexError, CallerError
+from ambidex.core.policy import LANE_PRESETS, PolicyName
 from ambidex.engine.compose import build_engine, choose_num_threads
 from ambidex.eval.agreement import Text, measure_agreement
 from ambidex.eval.long_context import TASK_DEFAULTS, TASKS
@@ -39,11 +42,13 @@ PROBE: Final = "multikey"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Cells of one kind that share an engine: its settings, and the text that predictions are made on."""
+    """Cells of one kind that share an engine: its settings, the text that predictions are made on, and the rates of
+    memories and links that floors are taken from; None: they are measured."""
 
     config: Mapping[str, Any]
     cells: Sequence[Mapping[str, Any]]
     text: str | None
+    rates: Mapping[str, float | None] | None = None
 
     def engine_config(self) -> EngineConfig:
         """The engine's settings."""
@@ -54,13 +59,13 @@ def run_part(part: Part) -> Iterator[tuple[int, dict[str, Any]]]:
     """Measure the cells, telling before each that it begins.
 
     Yields:
-        (index of the cell, {"begun": index}), then (index, its line).
+        (index of the cell, {"begun": index}), then (index, its line); {"rates": …} where they were measured.
     """
     cells = [Cell.of(record) for record in part.cells]
     config = part.engine_config()
     match cells[0].kind:
         case CellKind.SPEED:
-            yield from _measure_speed(config, cells, part.text or "")
+            yield from _measure_speed(config, cells, part.text or "", part.rates)
         case CellKind.QUALITY:
             yield from _measure_quality(config, cells, part.text or "")
         case CellKind.TIMELINE:
@@ -69,10 +74,16 @@ def run_part(part: Part) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield index, {"index": index, "figures": _trace(config, cell)}
 
 
-def _measure_speed(config: EngineConfig, cells: Sequence[Cell], text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _measure_speed(
+    config: EngineConfig, cells: Sequence[Cell], text: str, known: Mapping[str, float | None] | None
+) -> Iterator[tuple[int, dict[str, Any]]]:
     yield 0, {"begun": 0}  # what fails before the first point fails it
     device = choose_device(config.device)
-    rates = measure_rates(device, num_threads=choose_num_threads(config, device)).rates()
+    if known is None:
+        rates = measure_rates(device, num_threads=choose_num_threads(config, device)).rates()
+        yield 0, {"rates": dataclasses.asdict(rates)}
+    else:
+        rates = Rates(**known)  # type: ignore[arg-type]  # as it was told
     watch = MemoryWatch(device)
     engine = build_engine(config)
     watch.engine_is_ready()
@@ -102,6 +113,8 @@ def _measure_speed(config: EngineConfig, cells: Sequence[Cell], text: str) -> It
 
 def _measure_quality(config: EngineConfig, cells: Sequence[Cell], text: str) -> Iterator[tuple[int, dict[str, Any]]]:
     yield 0, {"begun": 0}
+    if config.policy in LANE_PRESETS:  # all keys are attended, and op by op there may be nobody to read them its way
+        config = dataclasses.replace(config, policy=PolicyName.EXACT)
     teacher = Teacher(config)
     tokenizer = teacher.engine.tokenizer
     if config.load_format is LoadFormat.DUMMY:  # no words mean anything to random weights

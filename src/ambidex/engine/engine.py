@@ -29,6 +29,7 @@ class Engine:
         tuner: who moves weights while the engine runs; None: they stay where they are.
         sessions: keeps blocks of the prefix cache on disk; None: nobody does.
         neuron_figures: what was left out of MLPs so far; None: nothing is.
+        end_runner: ends the threads of the data plane; called when the engine is closed. None: it has none.
     """
 
     def __init__(
@@ -47,7 +48,10 @@ class Engine:
         tuner: WeightTuner | None = None,
         sessions: Sessions | None = None,
         neuron_figures: Callable[[], NeuronFigures | None] | None = None,
+        end_runner: Callable[[], None] | None = None,
     ) -> None:
+        self._end_runner = end_runner
+        self._is_closed = False
         self.tuner = tuner
         self.core = core
         self.text = text
@@ -130,7 +134,13 @@ class Engine:
         self._guides.check(params)
 
     def submit(self, request: Request) -> RequestId:
-        """Queue a checked request."""
+        """Queue a checked request.
+
+        Raises:
+            RequestError: the engine was closed.
+        """
+        if self._is_closed:
+            raise RequestError(f"request {request.request_id} comes too late: the engine was closed; make another one")
         guide = self._guides.open(request.params)
         if guide is not None:
             request.allowed_tokens = guide.mask()
@@ -197,16 +207,20 @@ class Engine:
             self.core.step()
 
     def close(self, *, is_trusted: bool = True, save_s: float | None = None) -> None:
-        """End: what is to outlive the process is saved, unless the engine's state is unknown. Nothing may run.
+        """End: what is to outlive the process is saved, unless the engine's state is unknown; threads end. Nothing may
+        run. Closing again does nothing.
 
         Args:
             save_s: most seconds that saving may take; None: as many as it takes.
         """
+        self._is_closed = True
         if self._sessions is not None:
             self._sessions.close(is_trusted=is_trusted, save_s=save_s)
             self._sessions = None
         if self.tuner is not None:
             self.tuner.close()
+        if self._end_runner is not None:
+            self._end_runner()
 
     def _follow_guide(self, request: Request, answer: AnswerText, sampled: SampledToken | None) -> None:
         """Say which tokens may come next; an answer that cannot be held to its grammar fails."""

@@ -29,7 +29,7 @@ from ambidex.attention.paged import PagedAttention
 from ambidex.attention.scan_rule import ScanAlways, ScanRule
 from ambidex.attention.scanned import ScanLane, ScannedAttention
 from ambidex.attention.streamed import LaneBalance, StreamedAttention
-from ambidex.core.errors import LaneError
+from ambidex.core.errors import InternalError, LaneError
 from ambidex.core.ids import Lane, RequestId, Tier
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.selection import ShareDecision
@@ -45,6 +45,7 @@ from ambidex.runner.host_answers import HostAnswers
 from ambidex.runner.input_batch import InputBatch
 from ambidex.storage.kv_pool import KVPool
 from ambidex.storage.lane_clock import LaneClock, Part, StepTimes
+from ambidex.storage.pinned import is_out_of_memory
 from ambidex.storage.step_stream import StepStream
 from ambidex.storage.tiled_pool import TiledKVPool
 from ambidex.storage.words import HostWords, StreamWords
@@ -253,16 +254,20 @@ class DecodeSteps:
         return self._copies[next(self._turns)].begin(self._chosen[: len(requests)], self._lane_bytes(num_rows))
 
     def _run(self, num_rows: int) -> bool | None:
-        """Run the step that was prepared; says whether a graph was replayed, None if graphs had to be given up.
+        """Run the step that was prepared; says whether a graph was replayed, None if graphs had to be given up: where
+        there is no pinned memory for what the lanes share, or a capture fails.
 
         Raises:
             LaneError: the accelerator and the CPU lane lost each other.
+            RuntimeError: torch's, of a device that is lost.
         """
         batches = self._layer_batches()
         try:
             batches = self._scan(num_rows, batches)
             host = self._host_answers(num_rows, batches)
-        except RuntimeError as error:  # torch's: no pinned memory for its buffers
+        except RuntimeError as error:
+            if not is_out_of_memory(error):  # a lost device, or a fault of ours
+                raise
             self._give_up(num_rows, error)
             return None
         self._settle_weights()
@@ -532,7 +537,7 @@ class DecodeSteps:
                 self._replays[self._form(num_rows)] = capture(lambda: self._compute(num_rows, host))
             if times is not None:
                 self._times_of[self._form(num_rows)] = times
-        except LaneError:
+        except (LaneError, InternalError, AssertionError):  # ours: another way would hide them
             raise
         except Exception as error:  # of torch, the driver, or Triton's compiler: the ordinary path is always there
             self._give_up(num_rows, error)

@@ -125,6 +125,11 @@ class ModelRunner:
         """Attention whose keys a policy chooses step by step; None: there is none."""
         return self._selective
 
+    def close(self) -> None:
+        """End the threads of a policy; no step may follow. Closing again does nothing."""
+        if self._selective is not None:
+            self._selective.close()
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens and carry out its moves.

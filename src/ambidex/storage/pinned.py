@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 _PAGE_BYTES: Final = 4096
+_NO_MEMORY: Final = "CUDA error: out of memory", "DefaultCPUAllocator: can't allocate memory"
 _MAPPED: Final = 2  # cudaHostRegisterMapped: kernels on the GPU may follow the address, too
 
 
@@ -32,6 +33,15 @@ def register_pinned(tensor: Tensor, owner: object) -> str | None:
         return f"the driver says {cudart.cudaGetErrorString(error)} (limit: ulimit -l)"
     weakref.finalize(owner, cudart.cudaHostUnregister, tensor.data_ptr())
     return None
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch says by this error that there is no memory, of the device, pinned or not; any other is a fault.
+
+    The host's memory has no type of its own there, but words. Source: PyTorch, c10/core/impl/alloc_cpu.cpp, and for
+    pinned memory cudaErrorMemoryAllocation as c10/cuda/CUDAException.cpp words it.
+    """
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _NO_MEMORY)
 
 
 def touch_pages(tensor: Tensor) -> None:

@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from ambidex.cli.main import AmbidexCommand
 from ambidex.compare.cells import Cell, CellKind
-from ambidex.compare.run import explain_exit, measure_group
+from ambidex.compare.run import measure_group
 from ambidex.compare.worker import Part, find_spans, run_part
 from ambidex.core.config import EngineConfig
 from tiny_engine import make_engine_folder
@@ -35,7 +35,7 @@ def make_cell(kind: CellKind, folder: Path, **changes: Any) -> Cell:
 def measure(folder: Path, cells: list[Cell], **settings: Any) -> list[dict[str, Any]]:
     config = {"model": str(folder), **SETTINGS, **settings}
     part = Part(config=config, cells=[cell.record() for cell in cells], text=WORDS)
-    lines = [line for _, line in run_part(part) if "begun" not in line]
+    lines = [line for _, line in run_part(part) if "index" in line]
     assert [line["index"] for line in lines] == list(range(len(cells)))
     return lines
 
@@ -54,6 +54,24 @@ def test_speed_cells_have_time_bytes_and_memory(folder: Path) -> None:
     assert figures["tokens"] == "text"
     assert second["figures"]["context"] == 40
     assert "--contexts 500 at batch 2 needs" in third["failed"]
+
+
+def test_rates_are_measured_once_and_handed_to_the_next_engine(folder: Path) -> None:
+    cell = make_cell(CellKind.SPEED, folder, batch=1)
+    config = {"model": str(folder), **SETTINGS, "kv_gpu_tokens": 32, "block_size": 16}
+    (found,) = [line["rates"] for _, line in run_part(Part(config=config, cells=[cell.record()], text=WORDS))
+                if "rates" in line]  # fmt: skip
+    assert found["dram"] > 0
+    known = {**found, "dram": 2 * found["dram"]}
+    lines = [line for _, line in run_part(Part(config=config, cells=[cell.record()], text=WORDS, rates=known))]
+    assert not any("rates" in line for line in lines)
+    assert lines[-1]["figures"]["rates"] == known
+
+
+@pytest.mark.parametrize("policy", ["flexgen", "moe_lightning"])
+def test_quality_of_methods_that_attend_all_keys_is_that_of_exact(folder: Path, policy: str) -> None:
+    (line,) = measure(folder, [make_cell(CellKind.QUALITY, folder, context=100, batch=None)], policy=policy)
+    assert line["figures"]["agreement"]["mean_kl"] < 1e-6
 
 
 def test_quality_cells_compare_with_full_attention(folder: Path) -> None:
@@ -97,13 +115,9 @@ def test_spans_are_of_the_last_full_steps() -> None:
 def test_cell_that_takes_too_long_fails_and_its_worker_ends(folder: Path) -> None:
     cell = make_cell(CellKind.SPEED, folder)
     config = EngineConfig(model=str(folder), **SETTINGS)
-    got = list(measure_group(config, [cell], text=WORDS, cell_timeout_s=0.05))
-    assert got == [(cell, {"status": "failed", "reason": "it took longer than 0.05 s (--cell-timeout)"})]
-
-
-def test_reason_of_a_crash_names_signal_and_last_words() -> None:
-    assert explain_exit(-9, "") == "killed by SIGKILL: no message"
-    assert explain_exit(1, "Traceback\nRuntimeError: broken\n") == "exit code 1: RuntimeError: broken"
+    ((got, outcome),) = measure_group(config, [cell], text=WORDS, cell_timeout_s=0.05)
+    assert (got, outcome["status"]) == (cell, "failed")
+    assert outcome["reason"].startswith("it took longer than 0.05 s (--cell-timeout)")
 
 
 def run(folder: Path | None, *words: str) -> Result:
@@ -143,6 +157,7 @@ def test_command_measures_goes_on_and_reports(folder: Path, tmp_path: Path) -> N
         (["--report", "{tmp}"], "is no folder of a comparison"),
         (["--report", "{tmp}/r", "--policies", "h20"], "policy 'h20' of 'h20' is unknown"),
         (["--report", "{tmp}/r", "--policies", "h2o:sink_tokens=3"], "--sink-tokens is an option of streaming_llm"),
+        (["--report", "{tmp}/r", "--only", "speed,beauty"], "--only 'speed,beauty' has 'beauty': known are speed,"),
         (["--report", "{tmp}/r", "--budgets", "some"], "'some' is no list of numbers of tokens"),
         (["--report", "{tmp}/r", "--predict", "60", "--contexts", "60"], "--predict is 60: it must be below"),
         (["--report", "{tmp}/r", "--models", "a,b"], "MODEL and --models are both given"),

@@ -27,6 +27,8 @@ from ambidex.core.policy import PolicySettings
 TAU_STEP_WITHOUT_LIMIT: Final = 0.01
 MAX_NUMBERS: Final = 1 << 21
 """Of noise that are made at once, in words of 8 bytes: 16 MiB, and as much beside them."""
+MAX_NUMBERS_ON_GPU: Final = 1 << 24
+"""The same on a GPU, which some 20 launches for two queries of a long prompt would keep waiting."""
 _MASK: Final = 2**32 - 1
 
 
@@ -77,7 +79,8 @@ class _Noisy(NewestAndBest):
         first = num_keys - num_queries
         positions = torch.arange(first, num_keys, device=probs.device)
         noise = torch.empty(probs.shape, device=probs.device)
-        most = max(1, MAX_NUMBERS // (num_heads * num_keys))
+        max_numbers = MAX_NUMBERS_ON_GPU if probs.device.type == "cuda" else MAX_NUMBERS
+        most = max(1, max_numbers // (num_heads * num_keys))
         for row in range(0, num_queries, most):
             some = slice(row, row + most)
             noise[:, some] = gumbel_noise(self._noise_seed, positions[some], num_heads, num_keys)

@@ -237,6 +237,7 @@ def build_engine(
         },
         sessions=sessions,
         neuron_figures=None if divided is None else divided.neuron_figures,
+        end_runner=runner.close,
         predict_step=choices.weights.auto.predict_step_s if choices.weights.auto is not None else None,
         tuner=tuner,
     )
