@@ -152,7 +152,8 @@ class StreamBuffers:
     number_bytes: int
     """Bytes of a number of the rows that are attended."""
     step_blocks: int = 0
-    """Blocks of one layer and all requests that a decode step holds, in each of STEP_BUFFERS buffers."""
+    """Blocks of one layer and all requests that a decode step holds, in each of STEP_BUFFERS buffers; of integers once
+    more, as rows."""
     scan_blocks: int = 0
     """Blocks of one layer and all requests that a decode step scans over the link under the bounded policy."""
     num_q_heads: int = 0
@@ -177,8 +178,9 @@ class StreamBuffers:
             num_q_heads: of a model whose decode steps scan keys over the link; 0: they do not.
         """
         most_blocks = math.ceil(STEP_MOST_SHARE * kv.num_blocks(max_context_len)) * max_requests
-        fitting = step_bytes // (STEP_BUFFERS * kv.bytes_per_token_layer * kv.block_size)
         row_bytes = 2 * kv.num_kv_heads * kv.head_dim * number_bytes * kv.block_size
+        of_rows = row_bytes if kv.dtype.has_scales else 0
+        fitting = step_bytes // (STEP_BUFFERS * kv.bytes_per_token_layer * kv.block_size + of_rows)
         return cls(
             kv=kv,
             piece_blocks=max(1, min(STREAM_PIECE_BYTES // row_bytes, kv.num_blocks(max_context_len))),
@@ -196,6 +198,8 @@ class StreamBuffers:
         tokens = self.piece_blocks * self.kv.block_size
         rows = 2 * self.kv.num_kv_heads * self.kv.head_dim * self.number_bytes
         step = STEP_BUFFERS * self.step_blocks * self.kv.block_size * self.kv.bytes_per_token_layer
+        if self.kv.dtype.has_scales:
+            step += self.step_blocks * self.kv.block_size * rows
         codes = self.scan_blocks * self.kv.block_size * self.num_q_heads * SCAN_CODE_BYTES
         return tokens * (STREAM_BUFFERS * self.kv.bytes_per_token_layer + rows) + step + codes
 

@@ -173,7 +173,7 @@ class DecodeSteps:
         self._stream = None
         if self._dram is not None and stream_share > 0 and stream_blocks > 0:
             words = StreamWords() if pool.device.type == "cuda" else HostWords()
-            self._stream = StepStream(self._dram, stream_blocks, pool.device, words)
+            self._stream = StepStream(self._dram, stream_blocks, pool.device, words, row_dtype=pool.k.dtype)
         self._buckets = tuple(buckets)
         self._capture = capture
         self._is_given_up = False
