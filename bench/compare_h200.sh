@@ -68,5 +68,7 @@ all=2K,4K,8K,16K,32K
     --policies streaming_llm,quest,infinigen
   others=streaming_llm,quest,infinigen,h2o,qinfer_windows,keyformer
   compare "sizes, others" 2304 $one --only speed --models $small --contexts 2K --policies $others
+  stage "peers, half the weights" "$python" "$repo/bench/peers/compare.py" --report "$report" --shape llama-3.1-8b \
+    --contexts 2048 --steps 16 --wait 2 --timeout 300 --scratch "$scratch" --variants gpu-ambidex-half-weights,gpu-accelerate
   compare "sizes of OPT, others" 2048 $one --only speed --models $opt --contexts 1920 --policies $others
 }

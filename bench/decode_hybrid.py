@@ -31,11 +31,11 @@ import decode_gpu
 from ambidex import EngineConfig
 from ambidex.attention.selective import SelectiveAttention
 from ambidex.attention.tiered import TieredAttention
-from ambidex.core.config import DeviceKind, Graphs, KVDTypeChoice, LoadFormat
+from ambidex.core.config import DeviceKind, DTypeChoice, Graphs, KVDTypeChoice, LoadFormat
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import AmbidexError
 from ambidex.core.ids import Lane
-from ambidex.core.kv_spec import KVOrder, KVSpec, scan_bytes_per_block
+from ambidex.core.kv_spec import KeptRows, KVOrder, KVSpec, scan_bytes_per_block
 from ambidex.core.policy import PolicyName
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
@@ -218,6 +218,17 @@ def make_config(folder: str, options: decode_gpu.Options, args: argparse.Namespa
         block_bytes += scan_bytes_per_block(kv)
     num_blocks = -(-num_tokens // decode_gpu.BLOCK_SIZE)
     return dataclasses.replace(config, dram_memory=num_blocks * block_bytes)
+
+
+def kept_row_bytes(options: decode_gpu.Options, num_tokens: int) -> int:
+    """Bytes in host memory of what HybridGen keeps of so many tokens beside their blocks."""
+    num_layers, num_kv_heads, head_dim = decode_gpu.kv_sizes(options.shape)
+    rows = KeptRows(
+        num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
+        number_bytes=4 if options.dtype is DTypeChoice.FP32 else 2,
+        num_q_heads=decode_gpu.shape_number(options.shape, "num_attention_heads"),
+    )  # fmt: skip
+    return num_tokens * (2 * num_layers * rows.part_bytes_per_layer + rows.score_bytes)
 
 
 def kv_in_dram(options: decode_gpu.Options, args: argparse.Namespace) -> KVSpec:

@@ -77,9 +77,9 @@ from ambidex.mlp.sparse_side import SparseSide
 from ambidex.mlp.split_site import Level
 from ambidex.models.registry import build_model
 from ambidex.models.site_plans import measure_weights
+from ambidex.runner.capture import CudaCapture
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.device import choose_device
-from ambidex.runner.graphs import CudaCapture
 from ambidex.solver.placement_file import placement_json
 from ambidex.storage.host_memory import HostMemory
 from ambidex.storage.pinned import register_pinned

@@ -233,8 +233,13 @@ def make_config(folder: str, options: decode_gpu.Options, args: argparse.Namespa
     args.sink, args.kv_dtype, args.stream_percent = 64, decode_hybrid.KVDTypeChoice.AUTO, None
     args.policy, args.max_dropped_mass = decode_hybrid.PolicyName.EXACT, 0.0
     config = decode_hybrid.make_config(folder, options, args)
+    assert config.max_context_len is not None, "that of the largest point"
+    assert config.dram_memory is not None, "that of the largest point"
+    most_tokens = config.max_running_requests * (config.max_context_len + 2 * decode_gpu.BLOCK_SIZE)
+    kept = decode_hybrid.kept_row_bytes(options, most_tokens + (config.kv_gpu_tokens or 0))
     return dataclasses.replace(
         config,
+        dram_memory=config.dram_memory + kept,
         load_format=LoadFormat.DUMMY,
         policy=decode_hybrid.PolicyName.HYBRIDGEN,
         near_tokens=args.near,

@@ -23,6 +23,7 @@ from typing import Any, Final
 import torch
 
 import decode_gpu
+import decode_hybrid
 from ambidex import EngineConfig
 from ambidex.core.config import DTypeChoice, Graphs, LoadFormat
 from ambidex.core.errors import AmbidexError
@@ -115,9 +116,11 @@ def make_config(folder: str, options: decode_gpu.Options, args: argparse.Namespa
     number_bytes = 4 if options.dtype is DTypeChoice.FP32 else 2
     row_bytes = -(-dim // 32) * 32 * number_bytes
     part_bytes = int(MARGIN * num_tokens * num_layers * heads * row_bytes)
+    gpu_tokens = batch * 4 * decode_gpu.BLOCK_SIZE
+    kept = decode_hybrid.kept_row_bytes(options, int(MARGIN * (num_tokens + gpu_tokens)))
     tier: dict[str, Any] = {}
     if mapping is not KVMapping.DRAM:
-        tier = {"cxl_memory": part_bytes, "kv_mapping": mapping}
+        tier = {"cxl_memory": part_bytes + kept // 2, "kv_mapping": mapping}
         tier |= {"emulate_cxl": args.cxl} if args.node is None else {"cxl_node": args.node}
     return EngineConfig(
         model=folder,
@@ -128,10 +131,10 @@ def make_config(folder: str, options: decode_gpu.Options, args: argparse.Namespa
         max_context_len=max(point.context for point in options.points) + more,
         max_tokens_per_step=options.chunk,
         max_running_requests=batch,
-        kv_gpu_tokens=batch * 4 * decode_gpu.BLOCK_SIZE,
+        kv_gpu_tokens=gpu_tokens,
         num_sink_tokens=decode_gpu.BLOCK_SIZE,
         recent_window=decode_gpu.BLOCK_SIZE,
-        dram_memory=2 * part_bytes,
+        dram_memory=2 * part_bytes + kept,
         policy=PolicyName.HYBRIDGEN,
         policy_tokens=args.selected,
         near_tokens=args.near,

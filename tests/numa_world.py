@@ -26,6 +26,11 @@ class FakeKernel:
     def calls(self) -> NumaCalls:
         return NumaCalls(set_policy=self._set_policy, find_nodes=self._find_nodes)
 
+    def move_all(self) -> None:
+        """All pages lie on node 0 from now on, whatever was asked for."""
+        self.policies.clear()
+        self._where.clear()
+
     def _set_policy(self, address: int, num_bytes: int, policy: MemoryPolicy, nodes: Sequence[int]) -> int:
         assert address % PAGE_BYTES == num_bytes % PAGE_BYTES == 0, "the kernel takes whole pages"
         if self.refuse:

@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ambidex.attention.decode_queries import Choice
 from ambidex.attention.early_decode import EarlyDecode
 from ambidex.attention.row_store import RowStore
 from ambidex.attention.select.policy import Need
 from ambidex.attention.select.registry import make_policy
-from ambidex.attention.selective import Choice, SelectiveAttention
+from ambidex.attention.selective import SelectiveAttention
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import EngineConfig
 from ambidex.core.dtypes import DType
@@ -35,6 +36,8 @@ from tiny_models import VOCAB_SIZE, save_tiny_model
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 64
+MAX_ROWS = 1024
+MAX_REQUESTS = 8
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class SelectiveWorld:
         verify_every: int = 0,
         is_early: bool = False,
         has_rows: bool = False,
+        max_requests: int = MAX_REQUESTS,
     ) -> None:
         self.tiny = tiny
         self.block_size = block_size
@@ -97,8 +101,9 @@ class SelectiveWorld:
                 tiny.spec,
                 TieredAttention(tiny.spec, self.pools),
                 look_ahead,
-                RowStore(tiny.spec, self.pools),
+                RowStore(tiny.spec, self.pools, max_rows=MAX_ROWS),
                 num_near=settings.near_tokens,
+                max_requests=max_requests,
                 is_timed=Need.TIMES in policy.needs,
             )
         self.attention = SelectiveAttention(
@@ -107,7 +112,7 @@ class SelectiveWorld:
             TieredAttention(tiny.spec, self.pools),
             look_ahead=look_ahead,
             early=early,
-            row_store=RowStore(tiny.spec, self.pools) if has_rows else None,
+            row_store=RowStore(tiny.spec, self.pools, max_rows=MAX_ROWS) if has_rows else None,
             verify_every=verify_every,
             watch=self._watch,
         )
@@ -141,6 +146,7 @@ class SelectiveWorld:
                 prompt_token_ids=tuple(tokens[:num_prompt]),
                 params=SamplingParams(max_output_tokens=max_output_tokens),
                 seed=0,
+                max_tokens=len(tokens),
             )
         )
 

@@ -6,8 +6,9 @@ from ambidex.core.config import EngineConfig
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import Tier
-from ambidex.core.kv_spec import KVOrder, KVSpec, StreamBuffers
+from ambidex.core.kv_spec import NEAR_SLACK, SCORE_BUFFERS, KeptRows, KVOrder, KVSpec, StreamBuffers
 from ambidex.core.model_spec import Activation, ModelSpec
+from ambidex.core.policy import PolicyName
 from ambidex.core.units import GIB, MIB
 from ambidex.cost.workspace import BYTES_PER_GRAPH, graph_bytes
 from ambidex.engine.memory import FreeMemory, MemoryPlan, WeightBytes, fixed_bytes, plan_memory
@@ -67,3 +68,33 @@ def test_stream_buffers_stand_in_the_ledger() -> None:
     taken = {entry.owner: entry.num_bytes for entry in memory.ledger.entries(Tier.GPU)}
     assert taken["stream"] == buffers.num_bytes > 0
     assert "stream" not in {entry.owner for entry in without.ledger.entries(Tier.GPU)}
+
+
+def test_near_rows_of_a_policy_stand_in_the_ledger_of_the_accelerator() -> None:
+    rows = KeptRows(num_layers=2, num_kv_heads=2, head_dim=16, number_bytes=2, num_q_heads=4, num_near=10)
+    config = EngineConfig(model="any", max_running_requests=3, max_context_len=512, policy=PolicyName.HYBRIDGEN)
+    fixed = fixed_bytes(config, SPEC, activations=DType.BF16, rows=rows)
+    near = 3 * (10 + 1 + NEAR_SLACK) * 2 * 2 * 2 * 16 * 2  # requests, rows, K and V, layers, heads, numbers, bytes
+    assert fixed.near_rows == near + 512 * 4 * (2 + 4)  # and the scores of one request, as they come and in fp32
+    spec = KVSpec.of(SPEC, dtype=DType.BF16, block_size=16)
+    memory = plan_memory(
+        config, SPEC, {Tier.GPU: spec, Tier.DRAM: spec}, free=FREE, weights=WeightBytes(on_gpu=MIB), fixed=fixed,
+        rows=rows,
+    )  # fmt: skip
+    taken = {entry.owner: entry.num_bytes for entry in memory.ledger.entries(Tier.GPU)}
+    assert taken["near rows"] == fixed.near_rows
+    in_dram = {entry.owner: entry.num_bytes for entry in memory.ledger.entries(Tier.DRAM)}
+    assert memory.max_kept_rows == sum(memory.num_blocks.values()) * 16
+    assert in_dram["rows"] == memory.max_kept_rows * (2 * 2 * 2 * 16 * 2 + SCORE_BUFFERS * 4 * 2)
+
+
+def test_an_accelerator_without_room_for_near_rows_is_refused_with_their_size() -> None:
+    rows = KeptRows(num_layers=2, num_kv_heads=2, head_dim=16, number_bytes=2, num_q_heads=4, num_near=100_000)
+    config = EngineConfig(model="any", gpu_memory=40 * MIB, max_context_len=512, policy=PolicyName.HYBRIDGEN)
+    spec = KVSpec.of(SPEC, dtype=DType.BF16, block_size=16)
+    fixed = fixed_bytes(config, SPEC, activations=DType.BF16, rows=rows)
+    with pytest.raises(ConfigError, match=r"near rows of `policy` hybridgen \d+\.\d GiB: give at least"):
+        plan_memory(
+            config, SPEC, {Tier.GPU: spec, Tier.DRAM: spec}, free=FREE, weights=WeightBytes(on_gpu=MIB), fixed=fixed,
+            rows=rows,
+        )  # fmt: skip

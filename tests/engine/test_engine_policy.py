@@ -10,7 +10,10 @@ from ambidex import LLM, SamplingParams
 from ambidex.attention.select.registry import make_policy
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError, RequestError, UnsupportedModelError
+from ambidex.core.ids import Tier
 from ambidex.core.policy import PolicyName, resolve_policy
+from ambidex.engine.compose import build_engine
+from ambidex.runner.runner import ModelRunner
 from tiny_engine import make_engine_folder
 from unit_specs import make_spec
 
@@ -57,7 +60,7 @@ def test_answers_are_the_same_alone_and_together_whole_and_split_over_tiers(fold
         assert figures is not None
         assert figures.attended_share < 0.95, "the policy leaves out nothing: the test would prove nothing"
         llm.close()
-        assert not llm._engine.core.executor._selective._states, "a request that ended is remembered"  # type: ignore[attr-defined]
+        assert not llm._engine.core.executor._selective._states.by_id, "a request that ended is remembered"  # type: ignore[attr-defined]
     assert together == alone
 
 
@@ -73,7 +76,7 @@ def test_answers_on_a_gpu_are_those_on_a_cpu(folder: Path, policy: PolicyName, s
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy is not PolicyName.HYBRIDGEN])
 def test_answers_when_blocks_run_out_are_those_of_an_undisturbed_run(folder: Path, policy: PolicyName) -> None:
     """A preempted answer is computed again, as decode queries."""
     prompts = [f"hello {letter}" for letter in "abcdefgh"]
@@ -86,6 +89,52 @@ def test_answers_when_blocks_run_out_are_those_of_an_undisturbed_run(folder: Pat
         got = [output.token_ids for output in llm.generate(prompts, params)]
         assert llm.stats().num_preemptions > 0, "nothing was preempted: the test would prove nothing"
     assert got == wanted
+
+
+def test_requests_wait_where_there_is_no_room_for_the_rows_of_all_their_tokens(folder: Path) -> None:
+    """HybridGen keeps rows of K and V beside the blocks: what is started has room for them to its end."""
+    prompts = [f"hello {letter}" for letter in "abcdefgh"]
+    params = SamplingParams(max_output_tokens=16, temperature=0.0, ignore_eos=True)
+    options = {"policy": "hybridgen", "min_selected_tokens": 4, **OPTIONS[PolicyName.HYBRIDGEN]}
+    with LLM(str(folder), **options, **SETTINGS) as llm:
+        wanted = [output.token_ids for output in llm.generate(prompts, params)]
+    tight = SETTINGS | {"block_size": 4, "kv_gpu_tokens": 16, "max_context_len": 40, "dram_memory": 48_000}
+    engine = build_engine(EngineConfig(model=str(folder), **options, **tight))  # type: ignore[arg-type]
+    runner = engine.core.executor
+    assert isinstance(runner, ModelRunner)
+    assert runner.selective is not None
+    assert runner.selective.early is not None
+    store = runner.selective.early.row_store
+    held = {entry.owner: entry.num_bytes for entry in engine.figures.ledger.entries(Tier.DRAM)}
+    outputs, num_rows, num_running = {}, 0, 0
+    ids = [engine.add(prompt, params) for prompt in prompts]
+    while engine.has_work:
+        outputs |= {output.request_id: output for output in engine.step()}
+        num_rows = max(num_rows, store.num_rows)
+        num_running = max(num_running, engine.core.scheduler.num_running)
+    engine.close()
+    assert [outputs[request_id].token_ids for request_id in ids] == wanted
+    assert 1 < num_running < len(prompts), "all ran together, or none did: the test would prove nothing"
+    assert engine.stats.num_preemptions == 0
+    row_bytes = 2 * 2 * 16 * 4 * 2 + 2 * 6 * 4  # K and V, heads, head_dim, fp32, layers; scores of 6 heads, twice
+    assert 0 < num_rows <= store.max_rows == held["rows"] // row_bytes
+    assert sum(held.values()) <= 48_000
+
+
+def test_a_budget_without_room_for_rows_is_refused_at_start(folder: Path) -> None:
+    tight = SETTINGS | {"kv_gpu_tokens": 96, "dram_memory": 32_000}
+    LLM(str(folder), **tight).close()
+    with pytest.raises(ConfigError, match="keeps K and V of each token as rows in host memory, too"):
+        LLM(str(folder), policy="hybridgen", **OPTIONS[PolicyName.HYBRIDGEN], **tight)
+
+
+def test_without_a_dram_budget_hybridgen_keeps_no_rows_and_answers_the_same(folder: Path) -> None:
+    options = {"policy": "hybridgen", **OPTIONS[PolicyName.HYBRIDGEN], **SETTINGS}
+    with LLM(str(folder), **options) as llm:
+        wanted = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
+    with LLM(str(folder), dram_memory=0, **options) as llm:
+        assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == wanted
+        assert llm.report.value("compute", "policy_rows") == "none"
 
 
 def test_bounded_that_drops_nothing_answers_as_exact(folder: Path) -> None:

@@ -19,7 +19,12 @@ def make_sampler(*requests: tuple[RequestId, SamplingParams], prompt: tuple[int,
     for request_id, params in requests:
         sampler.add(
             NewRequest(
-                request_id=request_id, prompt_token_ids=prompt, params=params, seed=seed, stop_ids=frozenset({0})
+                request_id=request_id,
+                prompt_token_ids=prompt,
+                params=params,
+                seed=seed,
+                max_tokens=9999,
+                stop_ids=frozenset({0}),
             )
         )
     return sampler
@@ -158,7 +163,8 @@ def test_sample_at_a_tiny_temperature_is_greedy() -> None:
 def test_sample_when_every_token_is_forbidden_fails_the_request() -> None:
     sampler = Sampler(vocab_size=5, device=torch.device("cpu"))
     params = SamplingParams(temperature=1.0, min_output_tokens=1)
-    sampler.add(NewRequest(request_id=A, prompt_token_ids=(), params=params, seed=0, stop_ids=frozenset(range(5))))
+    stop_ids = frozenset(range(5))
+    sampler.add(NewRequest(request_id=A, prompt_token_ids=(), params=params, seed=0, max_tokens=9, stop_ids=stop_ids))
     tokens, failures = sampler.sample(LOGITS.clone()[None], [A])
     assert tokens == {}
     assert "every token is forbidden" in failures[A]

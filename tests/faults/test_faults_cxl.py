@@ -2,20 +2,25 @@
 
 import errno
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from ambidex import EngineConfig
+from ambidex.core.config import DeviceKind
 from ambidex.core.errors import ConfigError, MachineError
 from ambidex.core.ids import Fallback, Tier
+from ambidex.core.policy import PolicyName
 from ambidex.core.units import MIB
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.hw.numa import NumaNode
 from ambidex.hw.topology import Topology
 from ambidex.storage.host_memory import HostMemory
+from ambidex.storage.pinned import register_pinned
 from fault_runs import SPLIT, run, tokens
 from numa_world import FakeKernel
 
@@ -164,3 +169,32 @@ def test_malformed_topology_is_an_error_without_a_traceback_of_ours(folder: Path
     config = EngineConfig(model=str(folder), cxl_memory=MIB, **SPLIT)
     with pytest.raises(MachineError, match="cpulist says"):
         build_engine(config, host_memory=HostMemory(topology=fail))
+
+
+@pytest.mark.gpu
+def test_pages_that_move_as_they_are_pinned_are_no_tier(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kernel = FakeKernel()
+
+    def pin(tensor: Tensor, owner: object) -> str | None:
+        kernel.move_all()
+        return register_pinned(tensor, owner)
+
+    memory = HostMemory(advise=lambda _: None, pin=pin, numa=kernel.calls(), topology=lambda: topology(NEAR, FAR))
+    config = EngineConfig(model=str(folder), device=DeviceKind.CUDA, num_threads=1, **SPLIT)
+    on_gpu = tokens(run(build_engine(config)))
+    engine = build_engine(replace(config, cxl_memory=MIB), host_memory=memory)
+    check_without_tier(engine, "has moved as it was pinned for the GPU", caplog.text, on_gpu)
+
+
+def test_where_no_memory_is_left_for_rows_of_a_policy_they_are_read_from_blocks(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"policy": PolicyName.HYBRIDGEN, "exact_layers": 1, "near_tokens": 3}
+    kernel = FakeKernel()
+    engine = build(folder, kernel, NEAR, FAR, **options)
+    kernel.refuse = errno.ENOMEM  # the node has filled up since the pool was placed
+    expected = tokens(run(build(folder, FakeKernel(), NEAR, FAR, **options)))
+    assert tokens(run(engine)) == expected
+    assert 1 <= engine.stats.fallbacks[Fallback.NO_ROWS] <= len(expected)
+    assert caplog.text.count("keys are read where they lie in their pools") == 1
+    engine.core.scheduler.check()

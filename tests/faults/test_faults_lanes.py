@@ -1,21 +1,26 @@
 """A CPU job that comes late, never, or dies; copies that fail; buffers that cannot be had."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from ambidex import EngineConfig, FinishReason
 from ambidex.attention import handover
+from ambidex.attention.hybrid import HybridAttention
 from ambidex.core.config import DeviceKind, DTypeChoice
 from ambidex.core.errors import CopyError
 from ambidex.core.ids import Fallback, Tier
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.kernels.cpu.native import AttentionScript, KeyBatch
+from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.runner.decode import DecodeForm
+from ambidex.runner.input_batch import InputBatch
+from ambidex.runner.runner import call_model
 from ambidex.storage import words
 from ambidex.storage.copy import copy_block
 from ambidex.storage.kv_pool import KVPool
@@ -83,6 +88,30 @@ def test_a_lost_cpu_job_fails_the_requests_of_its_step_and_the_next_are_served(
     assert tokens(run(engine)) == wanted
 
 
+def test_no_lane_waits_for_kernels_that_are_compiled_at_a_step_s_first_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "WAIT_LIMIT_S", 1.0)
+    compiled: set[int] = set()
+
+    def compiling(model: CausalLM, batch: InputBatch, attention: AttentionOp) -> Tensor:
+        if isinstance(attention, HybridAttention) and len(batch.token_ids) not in compiled:
+            compiled.add(len(batch.token_ids))
+            time.sleep(2.0)  # as Triton does
+        return call_model(model, batch, attention)
+
+    def capture_nothing(body: Callable[[], None]) -> Callable[[], None]:
+        del body
+        raise RuntimeError("a CPU captures no step in which its lanes wait for each other")
+
+    form = (DeviceKind.CPU, DecodeForm.FIXED)
+    wanted = tokens(run(make_engine(folder, form)))
+    captured = (DeviceKind.CPU, DecodeForm.CAPTURED)
+    engine = make_engine(folder, captured, capture=lambda: capture_nothing, forward=compiling)
+    assert tokens(run(engine)) == wanted, "the step that was to be captured is answered"
+    assert len(compiled) == engine.stats.num_graph_failures == 1
+
+
 def test_an_accelerator_that_gets_no_answer_fails_its_step_and_the_next_is_served(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +146,7 @@ def test_handover_buffers_that_cannot_be_pinned_give_up_graphs(
         raise RuntimeError("CUDA error: out of memory (cudaHostAlloc)")
 
     wanted = tokens(run(make_engine(folder, form)))
-    monkeypatch.setattr("ambidex.runner.graphs.Handover", refuse)
+    monkeypatch.setattr("ambidex.runner.step_lanes.Handover", refuse)
     engine = make_engine(folder, form)
     assert tokens(run(engine)) == wanted
     assert engine.stats.fallbacks[Fallback.NO_GRAPHS] == 1

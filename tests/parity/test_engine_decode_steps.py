@@ -24,9 +24,11 @@ from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.engine.outputs import RequestOutput
 from ambidex.models.base import AttentionOp, CausalLM
-from ambidex.runner import graphs
+from ambidex.runner import step_lanes
+from ambidex.runner.capture import CudaCapture
+from ambidex.runner.chosen_copy import ChosenCopy
 from ambidex.runner.decode import DecodeForm, DecodeOutput
-from ambidex.runner.graphs import ChosenCopy, CudaCapture, DecodeSteps
+from ambidex.runner.graphs import DecodeSteps
 from ambidex.runner.input_batch import InputBatch
 from ambidex.runner.runner import LaunchedPlan, ModelRunner, call_model
 from tiny_engine import make_engine_folder
@@ -320,19 +322,6 @@ def raising(error: Exception) -> Callable[..., Any]:
     return fail
 
 
-def test_where_there_is_no_memory_for_what_lanes_share_steps_take_the_ordinary_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = make_engine_folder(tmp_path, "llama")
-    wanted = run(make_hybrid(folder, DecodeForm.ORDINARY), greedy())
-
-    monkeypatch.setattr(graphs, "Handover", raising(RuntimeError("CUDA error: out of memory")))
-    engine = make_hybrid(folder, DecodeForm.FIXED)
-    assert run(engine, greedy()) == wanted
-    assert engine.stats.num_graph_failures == 1
-    assert caplog.text.count("CUDA graphs are given up") == 1
-
-
 @pytest.mark.parametrize(
     "fault",
     [RuntimeError("CUDA error: an illegal memory access was encountered"), ShapeError("q is [1, 2], not [2, 2]")],
@@ -340,7 +329,7 @@ def test_where_there_is_no_memory_for_what_lanes_share_steps_take_the_ordinary_p
 def test_a_fault_while_a_step_is_prepared_is_not_hidden_by_another_path(
     fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "Handover", raising(fault))
+    monkeypatch.setattr(step_lanes, "Handover", raising(fault))
     engine = make_hybrid(make_engine_folder(tmp_path, "llama"), DecodeForm.FIXED)
     with pytest.raises(type(fault), match=re.escape(str(fault))):
         run(engine, greedy())

@@ -34,8 +34,8 @@ from ambidex.hw.presets import make_profile
 from ambidex.models.registry import build_model
 from ambidex.models.site_plans import ALIGNMENT_BYTES, RingSizes
 from ambidex.models.weight_moves import WeightMoves
+from ambidex.runner.capture import Capture, CudaCapture
 from ambidex.runner.decode import DecodeForm
-from ambidex.runner.graphs import Capture, CudaCapture
 from ambidex.sched.tuner import Bucket, Kind, Where
 from ambidex.solver.problem import MARGIN_BYTES
 from tiny_engine import add_tokenizer, make_engine_folder

@@ -11,7 +11,7 @@ from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import KVPart, Tier
 from ambidex.core.kv_mapping import KVMapping
-from ambidex.core.kv_spec import KVOrder, KVSpec
+from ambidex.core.kv_spec import KeptRows, KVOrder, KVSpec
 from ambidex.engine.host_blocks import HostBlocks, divide_host
 
 FLOATS, INTEGERS = (DType.FP32, DType.BF16), (DType.INT8, DType.INT4)
@@ -128,3 +128,48 @@ def test_tier_that_holds_not_one_block_is_refused_with_its_size() -> None:
     spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=64, dtype=DType.BF16, block_size=64, order=KVOrder.TILES)
     with pytest.raises(ConfigError, match=r"`cxl_memory` leaves 1\.0 KiB .*hold not one block: 8\.0 KiB"):
         divide_host(KVMapping.INTERLEAVE, spec, dram=1 << 20, cxl=1024, most_blocks=5)
+
+
+@given(
+    SPECS,
+    st.sampled_from(KVMapping),
+    st.integers(0, 300),
+    st.integers(0, 300),
+    st.integers(0, 100),
+    st.integers(0, 100),
+    st.integers(0, 3),
+    st.booleans(),
+)
+def test_rows_that_a_policy_keeps_are_in_the_budgets(
+    spec: KVSpec,
+    mapping: KVMapping,
+    dram_blocks: int,
+    cxl_blocks: int,
+    most: int,
+    num_gpu_blocks: int,
+    num_near_v: int,
+    has_scores: bool,
+) -> None:
+    assume(mapping is not KVMapping.AUTO)
+    rows = KeptRows(
+        num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, number_bytes=2,
+        num_q_heads=4 if has_scores else 0,
+    )  # fmt: skip
+    dram, cxl = dram_blocks * spec.bytes_per_block // 3, cxl_blocks * spec.bytes_per_block // 3
+    try:
+        host = divide_host(
+            mapping, spec, dram=dram, cxl=cxl, most_blocks=most, num_near_v=num_near_v, rows=rows,
+            num_gpu_blocks=num_gpu_blocks,
+        )  # fmt: skip
+    except ConfigError:
+        return
+    sizes = used(host)
+    for tier, size in host.row_bytes.items():
+        sizes[tier] += host.num_row_blocks * size
+    assert sizes[Tier.DRAM] <= dram
+    assert sizes.get(Tier.CXL, 0) <= cxl
+    of_block = 2 * spec.num_layers * rows.part_bytes_per_layer * spec.block_size + rows.score_bytes * spec.block_size
+    assert sum(host.row_bytes.values()) == of_block
+    assert host.layout.num_blocks <= host.num_row_blocks <= host.layout.num_blocks + num_gpu_blocks
+    if dram > 2 * (most + num_gpu_blocks + 1) * (spec.bytes_per_block + of_block) and mapping is KVMapping.DRAM:
+        assert host.num_row_blocks == most + num_gpu_blocks

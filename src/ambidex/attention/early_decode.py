@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,14 +24,13 @@ from ambidex.attention.row_store import RowStore, take_rows
 from ambidex.attention.select.policy import DecodeRow, FarSelector, Selector
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.ids import KVPart, Lane, RequestId, Tier
+from ambidex.core.kv_spec import num_near_rows
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.selection import StageTimes
 from ambidex.core.step import ScheduledRequest
 from ambidex.kernels import api
 from ambidex.storage.host_rows import HostRows
 
-SLACK: Final = 64
-"""Steps until the near rows on the accelerator are moved to the front of their buffer."""
 Angles = tuple[Tensor, Tensor]
 
 
@@ -54,6 +53,9 @@ class EarlyWork(Protocol):
     num_prompt_rows: int
     num_rows: int
     selectors: list[Selector]
+
+    @property
+    def max_tokens(self) -> int: ...
 
     @property
     def context(self) -> ContextRows: ...
@@ -87,6 +89,7 @@ class EarlyDecode:
         look_ahead: makes the early queries.
         row_store: keeps rows in host memory.
         num_near: newest keys before a query's own that are near.
+        max_requests: whose near rows are on the accelerator, at most.
         is_timed: stages are timed.
     """
 
@@ -98,6 +101,7 @@ class EarlyDecode:
         row_store: RowStore,
         *,
         num_near: int,
+        max_requests: int,
         is_timed: bool,
     ) -> None:
         pool = exact.pools[Tier.GPU]
@@ -105,12 +109,19 @@ class EarlyDecode:
         self._exact = exact
         self._look_ahead = look_ahead
         self._num_near = num_near
+        self._max_requests = max_requests
         self._pool = pool
         self._device = pool.device
         self._scale = spec.head_dim**-0.5
         self._shape = (spec.num_kv_heads, spec.group_size, spec.head_dim)
         self._store = row_store
-        self._scores = EarlyScores(self._shape, dtype=pool.k.dtype, device=pool.device)
+        self._scores = EarlyScores(
+            self._shape,
+            dtype=pool.k.dtype,
+            device=pool.device,
+            max_keys=row_store.max_rows,
+            memory=row_store.home.memory,
+        )
         self._near: dict[RequestId, _Near] = {}
         self._clock = _TransferClock(pool.device, is_on=is_timed)
         self._works: Sequence[EarlyWork] = ()
@@ -123,6 +134,21 @@ class EarlyDecode:
         """Rows of K or V read since `begin`, on the accelerator and in host memory, without those of exact layers."""
         self.num_attended = self.num_visible = 0
         """Keys, over query heads and layers, since `begin`."""
+
+    @property
+    def num_near_requests(self) -> int:
+        """Requests whose near rows are on the accelerator now."""
+        return len(self._near)
+
+    @property
+    def row_store(self) -> RowStore:
+        """Who keeps rows in host memory."""
+        return self._store
+
+    @property
+    def pin_refusal(self) -> str | None:
+        """Why the buffers of scores are not pinned, on a GPU."""
+        return self._scores.pin_refusal
 
     @property
     def lane_bytes(self) -> dict[Lane, int]:
@@ -145,11 +171,14 @@ class EarlyDecode:
             return False
         rows = []
         for work in works:
-            found = self._store.prepare(work.request_id, work.start, 1, _context_of(work))
+            found = self._store.prepare(
+                work.request_id, work.start, 1, max_tokens=work.max_tokens, make_context=_context_of(work)
+            )
             if found is None:
                 return False
             rows.append(found)
         self._works, self._rows = works, rows
+        self._make_room_near(works)
         for work, found in zip(works, rows, strict=True):
             self._follow_near(work, found)
         self._exact.begin(requests)
@@ -251,17 +280,18 @@ class EarlyDecode:
     ) -> Tensor:
         """[B, Hq, D] of a layer that looks ahead."""
         stale = self._early.pop(layer_idx)
-        scores: list[Tensor] | None = None
+        found: list[Tensor] | None = None
         outs = []
         for row, work in enumerate(self._works):
             selector = work.selectors[layer_idx]
             assert isinstance(selector, FarSelector), "all requests have one policy"
             if selector.keeps_rows:
                 selector.add_rows(new_k[row][:, None].float(), new_v[row][:, None].float())
-            if selector.scores_all and scores is None:
-                found = self._scores.wait(layer_idx)
+            scores = None
+            if selector.scores_all:
+                found = found or self._scores.wait(layer_idx)
                 with self._clock.measure():
-                    scores = self._scores.bring(found)
+                    scores = self._scores.bring(found[row])
             answer = self._answer(layer_idx, row, q[row].float(), stale[row].float(), selector, scores)
             outs.append(answer.out)
             if watch is not None:
@@ -269,7 +299,7 @@ class EarlyDecode:
         return torch.stack(outs).to(q.dtype)
 
     def _answer(
-        self, layer_idx: int, row: int, q: Tensor, stale_q: Tensor, selector: FarSelector, scores: list[Tensor] | None
+        self, layer_idx: int, row: int, q: Tensor, stale_q: Tensor, selector: FarSelector, scores: Tensor | None
     ) -> FarAnswer:
         """Attend one query [Hq, D]."""
         work, rows = self._works[row], self._rows[row]
@@ -292,7 +322,7 @@ class EarlyDecode:
         return FarAnswer(out=out.flatten(0, 1), places=places, probs=probs)
 
     def _choose(
-        self, layer_idx: int, row: int, q: Tensor, stale_q: Tensor, selector: FarSelector, scores: list[Tensor] | None
+        self, layer_idx: int, row: int, q: Tensor, stale_q: Tensor, selector: FarSelector, scores: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The far keys that a query attends, and their scores; see `FarSelector.choose_far`."""
         num_heads, group_size, _ = self._shape
@@ -312,7 +342,7 @@ class EarlyDecode:
             take_keys=lambda some: self._take_keys(layer_idx, rows, some),
             note_bytes=self._note_bytes,
         )
-        return selector.choose_far(query, num_far, None if scores is None else scores[row])
+        return selector.choose_far(query, num_far, scores)
 
     def _take_keys(self, layer_idx: int, rows: HostRows, places: Tensor) -> Tensor:
         with self._clock.measure(), rows.home.copying(KVPart.K, layer_idx, _bytes_of(places, rows)):
@@ -327,6 +357,12 @@ class EarlyDecode:
         self.num_visible += self._spec.num_q_heads * num_visible
         self.num_attended += self._spec.num_q_heads * num_attended
 
+    def _make_room_near(self, works: Sequence[EarlyWork]) -> None:
+        """Drop near rows of requests that are not in the step, if there were too many with its own."""
+        ids = [work.request_id for work in works]
+        if len(self._near.keys() | set(ids)) > self._max_requests:
+            self._near = {request_id: self._near[request_id] for request_id in ids if request_id in self._near}
+
     def _follow_near(self, work: EarlyWork, rows: HostRows) -> None:
         """See to it that the near rows before a request's new one are on the accelerator, with room for that one."""
         near = self._near.get(work.request_id)
@@ -334,8 +370,10 @@ class EarlyDecode:
         if near is not None and near.next_position == work.start and work.start - near.base < near.k.shape[2]:
             near.next_position += 1
             return
+        del near
+        self._near.pop(work.request_id, None)  # given back before others are made
         num_layers, num_heads, _, head_dim = rows.k.shape
-        shape = (num_layers, num_heads, self._num_near + 1 + SLACK, head_dim)
+        shape = (num_layers, num_heads, num_near_rows(self._num_near), head_dim)
         made = _Near(
             k=torch.empty(shape, dtype=rows.k.dtype, device=self._device),
             v=torch.empty(shape, dtype=rows.v.dtype, device=self._device),

@@ -11,12 +11,13 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final
 
 import torch
 from torch import Tensor
 
-NUM_TURNS: Final = 2
+from ambidex.core.errors import InternalError
+from ambidex.core.kv_spec import SCORE_BUFFERS
+from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
 
 
 class EarlyScores:
@@ -26,20 +27,32 @@ class EarlyScores:
         shape: Hkv, query heads of each, D.
         dtype: of the keys, in which scores leave the CPU, too.
         device: the accelerator.
+        max_keys: of all rows of a step together.
+        memory: who is asked to pin the buffers of scores.
 
     Attributes:
+        pin_refusal: why they are not pinned, on a GPU; scores then come to it more slowly.
         cpu_s: seconds of products since `begin`; `wait_s` those for which `wait` did.
     """
 
-    def __init__(self, shape: tuple[int, int, int], *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_keys: int,
+        memory: HostMemory = HOST_MEMORY,
+    ) -> None:
         self._shape = shape
         self._dtype = dtype
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ambidex-early-scores")
         self._pending: dict[int, Future[list[Tensor]]] = {}
-        self._queries: list[Tensor] = [torch.empty(0)] * NUM_TURNS
-        self._scores: list[list[Tensor]] = [[] for _ in range(NUM_TURNS)]
+        self._queries: list[Tensor] = [torch.empty(0)] * SCORE_BUFFERS
+        self._scores = torch.empty(SCORE_BUFFERS, shape[0] * shape[1] * max_keys, dtype=dtype)
+        self.pin_refusal = memory.pin(self._scores, self) if self._is_cuda else None
         self.cpu_s = self.wait_s = 0.0
 
     def begin(self) -> None:
@@ -65,7 +78,7 @@ class EarlyScores:
             reading: within which they are read.
         Cost: one copy and an event; waits for nothing.
         """
-        turn = layer_idx % NUM_TURNS
+        turn = layer_idx % SCORE_BUFFERS
         if self._queries[turn].shape != q.shape:
             self._queries[turn] = torch.empty(q.shape, dtype=self._dtype, pin_memory=self._is_cuda)
         queries = self._queries[turn]
@@ -84,9 +97,9 @@ class EarlyScores:
         self.wait_s += time.perf_counter() - start
         return found
 
-    def bring(self, scores: Sequence[Tensor]) -> list[Tensor]:
-        """Launch: bring them to the accelerator, fp32."""
-        return [part.to(self._device, non_blocking=self._is_cuda).float() for part in scores]
+    def bring(self, scores: Tensor) -> Tensor:
+        """Launch: bring those of one row to the accelerator, fp32."""
+        return scores.to(self._device, non_blocking=self._is_cuda).float()
 
     def set_num_threads(self, num_threads: int) -> None:
         """How many threads torch computes with in the thread that answers: it has a number of its own."""
@@ -99,15 +112,12 @@ class EarlyScores:
     def _buffers(self, turn: int, keys: Sequence[Tensor]) -> list[Tensor]:
         """Where the scores of each row go, [Hkv, G, n]."""
         num_heads, group_size, _ = self._shape
+        sizes = [num_heads * group_size * key.shape[1] for key in keys]
         held = self._scores[turn]
-        held += [torch.empty(0)] * (len(keys) - len(held))
-        found = []
-        for row, key in enumerate(keys):
-            size = num_heads * group_size * key.shape[1]
-            if held[row].numel() < size:  # with room for the keys of many steps
-                held[row] = torch.empty(size + size // 4, dtype=self._dtype, pin_memory=self._is_cuda)
-            found.append(held[row][:size].view(num_heads, group_size, key.shape[1]))
-        return found
+        if sum(sizes) > held.numel():
+            raise InternalError(f"a step has {sum(sizes)} early scores: there is room for {held.numel()}")
+        parts = torch.split(held[: sum(sizes)], sizes)
+        return [part.view(num_heads, group_size, key.shape[1]) for part, key in zip(parts, keys, strict=True)]
 
     @torch.inference_mode()
     def _answer(

@@ -32,7 +32,7 @@ class Fallback(StrEnum):
     asked for; pools without huge pages; threads without a processor of
     their own; engines whose native ops have no AVX2; engines without native ops; ops without their kernel for this
     device; captures of graphs that failed; chunks of prompts that had to be smaller; engines whose policy wants a link
-    to a GPU that there is not.
+    to a GPU that there is not; requests whose policy reads K and V from blocks, since there was no memory for rows.
     """
 
     PAGEABLE_MEMORY = "pageable_memory"
@@ -45,6 +45,7 @@ class Fallback(StrEnum):
     NO_GRAPHS = "no_graphs"
     SMALLER_CHUNKS = "smaller_chunks"
     NO_LINK = "no_link"
+    NO_ROWS = "no_rows"
 
 
 class Lane(StrEnum):

@@ -27,6 +27,10 @@ SCAN_BYTES: Final = 32 * MIB
 STREAM_PIECE_BYTES: Final = 32 * MIB
 """Bytes of a piece in the compute format, if the context has them: 0.6 ms of a link of 55 GB/s. Each piece costs one
 more merge of all queries' states, so larger ones are better; 8192 tokens of 8 heads of 128 16-bit numbers."""
+SCORE_BUFFERS: Final = 2
+"""Layers whose early scores the host holds: one is read while the next is computed."""
+NEAR_SLACK: Final = 64
+"""Steps until the near rows on the accelerator are moved to the front of their buffer."""
 TILE_DIMS: Final = 32
 """A row in tile order is padded to a multiple of so many numbers: the bf16 pairs of an AMX tile's row."""
 INT4_GROUP: Final = 16
@@ -202,6 +206,43 @@ class StreamBuffers:
             step += self.step_blocks * self.kv.block_size * rows
         codes = self.scan_blocks * self.kv.block_size * self.num_q_heads * SCAN_CODE_BYTES
         return tokens * (STREAM_BUFFERS * self.kv.bytes_per_token_layer + rows) + step + codes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptRows:
+    """What a policy keeps of K and V beside their blocks: rows of each token in host memory; with `num_q_heads`, there,
+    too, early scores of as many heads, and on the accelerator the `num_near` newest rows of each request."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    number_bytes: int
+    """Of a number of the rows, and of a score on its way to the accelerator."""
+    num_q_heads: int = 0
+    num_near: int = 0
+
+    @property
+    def part_bytes_per_layer(self) -> int:
+        """Bytes of K, or of V, of a token in one layer."""
+        return self.num_kv_heads * self.head_dim * self.number_bytes
+
+    @property
+    def score_bytes(self) -> int:
+        """Bytes of a token's early scores in host memory, in all buffers."""
+        return SCORE_BUFFERS * self.num_q_heads * self.number_bytes
+
+    def gpu_bytes(self, num_requests: int, max_context_len: int) -> int:
+        """Bytes on the accelerator: near rows of so many requests, and the early scores of one, as they come and in
+        fp32."""
+        if not self.num_q_heads:
+            return 0
+        near = num_near_rows(self.num_near) * 2 * self.num_layers * self.part_bytes_per_layer
+        return num_requests * near + max_context_len * self.num_q_heads * (self.number_bytes + DType.FP32.num_bytes)
+
+
+def num_near_rows(num_near: int) -> int:
+    """Rows of a buffer of near rows: those before a step's own, that one, and room for the steps to come."""
+    return num_near + 1 + NEAR_SLACK
 
 
 def scan_bytes_per_block(spec: KVSpec) -> int:

@@ -64,6 +64,8 @@ class NewRequest:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
+    max_tokens: int
+    """Of prompt and answer together."""
     stop_ids: frozenset[int] = frozenset()
     """Token ids that may not be chosen before `params.min_output_tokens` tokens."""
 
@@ -184,6 +186,8 @@ class StepResult:
     """Times of a decode step's stages, where a policy is steered by them."""
     num_graph_failures: int = 0
     """Captures of graphs that have failed so far; after the first, steps are no longer captured."""
+    num_row_refusals: int = 0
+    """Requests so far for whose rows the machine had no memory, where a policy keeps rows of K and V."""
     num_verified_blocks: int = 0
     """Blocks whose checksums were compared before the step."""
     num_corrupt_blocks: int = 0

@@ -8,7 +8,7 @@ from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import Tier
 from ambidex.core.kv_mapping import KVMapping
-from ambidex.core.kv_spec import KVSpec, StreamBuffers
+from ambidex.core.kv_spec import KeptRows, KVSpec, StreamBuffers
 from ambidex.core.ledger import MemoryLedger
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.units import format_size
@@ -53,22 +53,26 @@ class FixedBytes:
     workspace: int
     graphs: int
     streamed: int
+    near_rows: int = 0
+    """What a policy keeps there of K and V beside the blocks."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.workspace + self.graphs + self.streamed
+        return self.workspace + self.graphs + self.streamed + self.near_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Blocks of each tier, the context limit that they allow, and the ledger that holds every byte of it. A block of
-    host memory counts for the tier that its K lies on; `host` says where all of it lies."""
+    host memory counts for the tier that its K lies on; `host` says where all of it lies. Where a policy keeps rows
+    beside the blocks, there is room for those of `max_kept_rows` tokens; None: none does."""
 
     num_blocks: dict[Tier, int]
     host: HostBlocks
     max_context_len: int
     max_context_reason: str
+    max_kept_rows: int | None
     ledger: MemoryLedger
 
 
@@ -85,6 +89,7 @@ def fixed_bytes(
     activations: DType,
     graph_buckets: Sequence[int] = (),
     stream: StreamBuffers | None = None,
+    rows: KeptRows | None = None,
 ) -> FixedBytes:
     """What the accelerator's budget pays before weights and KV.
 
@@ -92,19 +97,27 @@ def fixed_bytes(
         activations: the format that is computed in.
         graph_buckets: rows of the decode steps that are captured as graphs; empty: none are.
         stream: buffers of the stream lane; None: there is none.
+        rows: what a policy keeps of K and V beside the blocks; None: nothing.
     """
+    most_rows, max_context_len = most_requests(config), _wanted_context_len(config, spec)
     workspace = workspace_bytes(
         spec,
         max_tokens=config.max_tokens_per_step,
-        max_rows=min(config.max_running_requests, config.max_tokens_per_step),
-        max_context_len=_wanted_context_len(config, spec),
+        max_rows=most_rows,
+        max_context_len=max_context_len,
         num_bytes=activations.num_bytes,
     )
     return FixedBytes(
         workspace=workspace,
         graphs=graph_bytes(spec, graph_buckets, num_bytes=activations.num_bytes),
         streamed=stream.num_bytes if stream is not None else 0,
+        near_rows=rows.gpu_bytes(most_rows, max_context_len) if rows is not None else 0,
     )
+
+
+def most_requests(config: EngineConfig) -> int:
+    """Requests of a step, at most."""
+    return min(config.max_running_requests, config.max_tokens_per_step)
 
 
 def find_gpu_budget(config: EngineConfig, free: FreeMemory) -> int:
@@ -125,6 +138,7 @@ def plan_memory(
     mapping: KVMapping = KVMapping.DRAM,
     cxl_bytes: int = 0,
     num_near_v: int = 0,
+    rows: KeptRows | None = None,
 ) -> MemoryPlan:
     """Divide the budgets.
 
@@ -134,6 +148,7 @@ def plan_memory(
         mapping: where K and V in host memory shall lie, not `auto`.
         cxl_bytes: what the CXL tier has for them.
         num_near_v: first layers in which the CPU reads V in every step: theirs rather lies in DRAM.
+        rows: what a policy keeps of each token in host memory beside its block; None: nothing.
     Raises:
         ConfigError: a budget is too small for the model; says what is needed.
     """
@@ -154,10 +169,11 @@ def plan_memory(
     )
     if gpu_blocks < 0 or gpu_budget < taken:
         ring = f", weights on their way {format_size(weights.ring)}" if weights.ring else ""
+        near = f", near rows of `policy` {config.policy} {format_size(fixed.near_rows)}" if fixed.near_rows else ""
         raise ConfigError(
             f"`gpu_memory` {format_size(gpu_budget)} is too small: weights take {format_size(weights.on_gpu)}{ring}, "
             f"workspace {format_size(fixed.workspace)}, stream buffers {format_size(fixed.streamed)}, CUDA graphs "
-            f"{format_size(fixed.graphs)}: give at least {format_size(taken + gpu_block_bytes)}, or a smaller "
+            f"{format_size(fixed.graphs)}{near}: give at least {format_size(taken + gpu_block_bytes)}, or a smaller "
             f"`weights_gpu_memory`, `max_tokens_per_step`, `max_running_requests` or `max_context_len`"
         )
     dram_left = dram_budget - in_dram
@@ -174,23 +190,32 @@ def plan_memory(
         most_blocks=default_blocks if config.dram_memory is None else most_blocks,
         beside=beside[Tier.DRAM],
         num_near_v=num_near_v,
+        rows=rows,
+        num_gpu_blocks=gpu_blocks,
     )
     num_blocks = {Tier.GPU: gpu_blocks, **host.num_blocks}
+    max_kept_rows = host.num_row_blocks * kv[Tier.DRAM].block_size if rows is not None else None
     max_len, reason = _context_len(
-        config, spec, kv[Tier.DRAM], kv[Tier.DRAM].bytes_per_block + beside[Tier.DRAM], num_blocks
+        config, spec, kv[Tier.DRAM], kv[Tier.DRAM].bytes_per_block + beside[Tier.DRAM], num_blocks, max_kept_rows
     )
+    row_bytes = {tier: host.num_row_blocks * size for tier, size in host.row_bytes.items()}
     host_bytes = host.bytes_of(num_blocks)
     num_beside = host.layout.num_blocks * beside[Tier.DRAM]
     ledger = MemoryLedger(
         {
             Tier.GPU: max(gpu_budget, taken + gpu_blocks * gpu_block_bytes),
-            Tier.DRAM: max(dram_budget, in_dram + host_bytes[Tier.DRAM] + num_beside),
+            Tier.DRAM: max(dram_budget, in_dram + host_bytes[Tier.DRAM] + num_beside + row_bytes.get(Tier.DRAM, 0)),
             **({Tier.CXL: cxl_bytes} if mapping is not KVMapping.DRAM else {}),
         }
     )
     ledger.take(Tier.GPU, "weights", weights.on_gpu)
     ledger.take(Tier.GPU, "workspace", fixed.workspace)
-    for owner, num_bytes in (("weight ring", weights.ring), ("graphs", fixed.graphs), ("stream", fixed.streamed)):
+    for owner, num_bytes in (
+        ("weight ring", weights.ring),
+        ("graphs", fixed.graphs),
+        ("stream", fixed.streamed),
+        ("near rows", fixed.near_rows),
+    ):
         if num_bytes:
             ledger.take(Tier.GPU, owner, num_bytes)
     if weights.in_dram:
@@ -205,8 +230,15 @@ def plan_memory(
     for tier, size in {Tier.GPU: gpu_blocks * beside[Tier.GPU], Tier.DRAM: num_beside}.items():
         if beside[tier]:
             ledger.take(tier, "scan", size)
+    for tier, size in row_bytes.items():
+        ledger.take(tier, "rows", size)
     return MemoryPlan(
-        num_blocks=num_blocks, host=host, max_context_len=max_len, max_context_reason=reason, ledger=ledger
+        num_blocks=num_blocks,
+        host=host,
+        max_context_len=max_len,
+        max_context_reason=reason,
+        max_kept_rows=max_kept_rows,
+        ledger=ledger,
     )
 
 
@@ -249,11 +281,24 @@ def _gpu_blocks(config: EngineConfig, kv: KVSpec, block_bytes: int, left: int, d
 
 
 def _context_len(
-    config: EngineConfig, spec: ModelSpec, kv: KVSpec, block_bytes: int, num_blocks: dict[Tier, int]
+    config: EngineConfig,
+    spec: ModelSpec,
+    kv: KVSpec,
+    block_bytes: int,
+    num_blocks: dict[Tier, int],
+    max_kept_rows: int | None,
 ) -> tuple[int, str]:
     """The context limit, and why it is that."""
     capacity = sum(num_blocks.values()) * kv.block_size
     wanted = _wanted_context_len(config, spec)
+    if max_kept_rows is not None and max_kept_rows < min(capacity, wanted):
+        if config.max_context_len is not None or max_kept_rows < 2:
+            raise ConfigError(
+                f"`policy` {config.policy} keeps K and V of each token as rows in host memory, too: there is room for "
+                f"those of {max_kept_rows} tokens, and a context has {wanted}: raise `dram_memory` (and `cxl_memory`, "
+                f"if there is any), or lower `max_context_len`"
+            )
+        return max_kept_rows, f"the rows of K and V that `policy` {config.policy} has room for in host memory"
     if capacity >= wanted:
         return wanted, "asked for" if config.max_context_len is not None else "the model's"
     if config.max_context_len is not None or capacity < 2:

@@ -8,8 +8,14 @@ from ambidex.engine.chosen_policy import ChosenPolicy
 from ambidex.engine.report import ReportRow
 
 
-def policy_rows(policy: ChosenPolicy, bounded: BoundedForm) -> Iterator[ReportRow]:
-    """Which keys decode steps attend, and what that costs."""
+def policy_rows(
+    policy: ChosenPolicy, bounded: BoundedForm, *, max_kept_rows: int | None, rows_why: str
+) -> Iterator[ReportRow]:
+    """Which keys decode steps attend, and what that costs.
+
+    Args:
+        max_kept_rows: tokens of which the policy can keep rows beside the blocks; None: it keeps none; and why.
+    """
     settings = policy.settings
     why = "decode steps take the ordinary path, in plain torch, and attend the keys that it chooses"
     preset = LANE_PRESETS.get(settings.name)
@@ -28,3 +34,10 @@ def policy_rows(policy: ChosenPolicy, bounded: BoundedForm) -> Iterator[ReportRo
         value=", ".join(part for part in (settings.name.value, settings.words()) if part),
         why=why,
     )
+    if not settings.is_exact:
+        yield ReportRow(
+            section="compute",
+            name="policy_rows",
+            value="none" if max_kept_rows is None else f"of {max_kept_rows} tokens, in host memory",
+            why=rows_why,
+        )

@@ -80,6 +80,7 @@ class EngineStats:
         self.num_replayed_steps += result.is_replayed
         self.num_graph_failures = result.num_graph_failures
         self.note_fallback(Fallback.NO_GRAPHS, result.num_graph_failures)
+        self.note_fallback(Fallback.NO_ROWS, result.num_row_refusals)
         self.lane_bytes.update(result.lane_bytes)
         if result.selection is not None:
             self.selection = (self.selection or SelectionFigures()).join(result.selection)

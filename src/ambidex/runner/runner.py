@@ -190,6 +190,7 @@ class ModelRunner:
             selection=computed.selection,
             stages=self._stage_times(clock) if computed.tokens else None,
             num_graph_failures=self.decode_steps.num_failures if self.decode_steps is not None else 0,
+            num_row_refusals=self._selective.num_row_refusals if self._selective is not None else 0,
         )
 
     @torch.inference_mode()

@@ -17,6 +17,7 @@ class Admission(StrEnum):
     NO_TOKENS = "the token budget of this step is spent"
     TOO_MANY_RUNNING = "the limit of running requests is reached"
     NO_BLOCKS = "too few free blocks"
+    NO_ROWS = "too little memory for the rows that a policy keeps beside the blocks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,8 @@ class AdmissionState:
 
     `num_needed_blocks` hold the known tokens of the waiting request, `num_cached_blocks` of them are there already (and
     not among the free ones); `num_reserved_blocks` are those that running requests lack for their known tokens and to
-    grow by one block each.
+    grow by one block each. Where a policy keeps rows, `num_needed_rows` are those of the waiting request to its end, 0
+    if it has them already.
     """
 
     num_needed_blocks: int
@@ -36,6 +38,8 @@ class AdmissionState:
     num_running: int
     max_running: int
     num_budget_tokens: int
+    num_needed_rows: int = 0
+    num_free_rows: int = 0
 
 
 def decide_admission(state: AdmissionState) -> Admission:
@@ -48,4 +52,6 @@ def decide_admission(state: AdmissionState) -> Admission:
         return Admission.TOO_MANY_RUNNING
     if state.num_needed_blocks - state.num_cached_blocks + state.num_reserved_blocks > state.num_free_blocks:
         return Admission.NO_BLOCKS
+    if state.num_needed_rows > state.num_free_rows:
+        return Admission.NO_ROWS
     return Admission.ADMIT

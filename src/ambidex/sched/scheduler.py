@@ -9,6 +9,9 @@ first always advances, and each ends.
 
 A request begins behind the blocks that the prefix cache has of it, also when it begins again after it has yielded.
 
+Where a policy keeps rows of K and V beside the blocks, a request starts only if there is room for those of all its
+tokens to come, and keeps that room until it ends, also while it has yielded.
+
 A request for whose chunk the accelerator had no memory tries again with half of it, down to one block, then fails.
 
 Each plan must come back through `update` before the next `schedule`, an empty one too (as `StepResult()` if there is
@@ -49,6 +52,8 @@ class Scheduler:
         max_tokens_per_step: token budget of one step; longer prompts are computed in chunks.
         max_running_requests: requests that hold blocks at the same time.
         max_context_len: prompt and answer of a request together, in tokens, whatever the request allows.
+        max_kept_rows: tokens of all requests of which a policy can keep rows beside the blocks, at least the context
+            limit; None: none does.
         seed: from it and the order of arrival follow the seeds of requests that bring none.
         feedback: steers the policy that chooses keys; None: nobody does.
         restore: brings more of a request's prefix into the prefix cache than was found there, if it can; None: nobody
@@ -62,6 +67,7 @@ class Scheduler:
         max_tokens_per_step: int,
         max_running_requests: int,
         max_context_len: int,
+        max_kept_rows: int | None = None,
         seed: int = 0,
         feedback: SelectionFeedback | None = None,
         restore: Restore | None = None,
@@ -72,6 +78,8 @@ class Scheduler:
         self._max_tokens_per_step = max_tokens_per_step
         self._max_running_requests = max_running_requests
         self._max_context_len = max_context_len
+        self._max_kept_rows = max_kept_rows
+        self._num_kept_rows = 0
         self._seed = seed
         self._queues = RequestQueues()
         self._in_flight: deque[InFlight] = deque()  # one plan, or one and the one that follows it
@@ -314,7 +322,7 @@ class Scheduler:
             return False
         prefix = self._kv.find_prefix(entry.keys, entry.request.token_ids, entry.request.num_tokens)
         state = self._admission_state(entry, prefix, TokenBudget(self._max_tokens_per_step))
-        return decide_admission(state) is not Admission.NO_BLOCKS
+        return decide_admission(state) not in (Admission.NO_BLOCKS, Admission.NO_ROWS)
 
     def _skip(self, entry: Entry, num_tokens: int) -> None:
         """The first tokens of a request that starts are there already."""
@@ -335,7 +343,13 @@ class Scheduler:
             num_running=self._queues.num_running,
             max_running=self._max_running_requests,
             num_budget_tokens=budget.num_left,
+            num_needed_rows=0 if entry.is_announced else self._num_rows(entry),
+            num_free_rows=(self._max_kept_rows or 0) - self._num_kept_rows,
         )
+
+    def _num_rows(self, entry: Entry) -> int:
+        """Rows that a policy keeps of a request from when it is announced until it ends."""
+        return 0 if self._max_kept_rows is None else self._max_len(entry.request)
 
     def _num_reserved_blocks(self, entry: Entry) -> int:
         num_soon = entry.request.num_tokens + self._kv.block_size
@@ -344,6 +358,7 @@ class Scheduler:
 
     def _announce(self, entry: Entry) -> NewRequest:
         entry.is_announced = True
+        self._num_kept_rows += self._num_rows(entry)
         request = entry.request
         seed = request.params.seed if request.params.seed is not None else _derive_seed(self._seed, entry.arrival)
         return NewRequest(
@@ -351,6 +366,7 @@ class Scheduler:
             prompt_token_ids=request.prompt_token_ids,
             params=request.params,
             seed=seed,
+            max_tokens=self._max_len(request),
             stop_ids=request.stop_ids,
         )
 
@@ -416,6 +432,7 @@ class Scheduler:
         entry.request.finish_reason = reason
         entry.request.error = error
         if entry.is_announced:
+            self._num_kept_rows -= self._num_rows(entry)
             self._gone.append(entry.request_id)
 
     def _release(self, entry: Entry, *, is_trusted: bool = True) -> None:

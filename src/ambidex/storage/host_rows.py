@@ -5,17 +5,13 @@ A policy that reads some rows of a context, or has the CPU score its keys with t
 the memory is pinned, and kernels gather rows over the link where they lie.
 """
 
-import logging
-
 import torch
 from torch import Tensor
 
+from ambidex.core.errors import TierFullError
 from ambidex.core.ids import KVPart
 from ambidex.kernels.cuda.pinned_view import view_on_gpu
-from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
 from ambidex.storage.row_home import IN_DRAM, RowHome
-
-logger = logging.getLogger(__name__)
 
 
 class HostRows:
@@ -26,16 +22,14 @@ class HostRows:
         capacity: rows there is room for.
         dtype: of the numbers.
         device: who reads them besides the host.
-        memory: who is asked to pin them.
-        home: where they lie.
+        home: where they lie, and who is asked to pin them.
 
     Attributes:
         k, v: [L, Hkv, capacity, D] in host memory; `k_there`, `v_there` the same memory as the device sees it.
         length: rows 0 … length − 1 are there, in all layers.
         base: [Hkv, 1] on the device, where each head begins among the rows of a layer side by side.
     Raises:
-        RuntimeError: torch's, or the driver's words: there is no such memory, or it cannot be pinned.
-        TierFullError: the system maps no more memory.
+        TierFullError: there is no such memory, or it cannot be pinned.
     """
 
     def __init__(
@@ -45,7 +39,6 @@ class HostRows:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        memory: HostMemory = HOST_MEMORY,
         home: RowHome = IN_DRAM,
     ) -> None:
         num_layers, num_heads, head_dim = shape
@@ -57,9 +50,9 @@ class HostRows:
         self.k_there, self.v_there = self.k, self.v
         if device.type == "cuda":
             for part in (self.k, self.v):
-                reason = memory.pin(part, self)
+                reason = home.memory.pin(part, self)
                 if reason is not None:
-                    raise RuntimeError(f"rows of a request cannot be pinned: {reason}")
+                    raise TierFullError(f"rows of a request cannot be pinned: {reason}")
             self.k_there, self.v_there = view_on_gpu(self.k), view_on_gpu(self.v)
 
     @property
@@ -72,13 +65,7 @@ class HostRows:
 
         Cost: two launches; waits for nothing.
         """
-        assert self.length < self.capacity, "who appends makes room first"
+        assert self.length < self.capacity, "a request has no more tokens than were announced"
         self.k_there[:, :, self.length] = k
         self.v_there[:, :, self.length] = v
         self.length += 1
-
-    def take_over(self, other: "HostRows") -> None:
-        """Copy another's rows."""
-        self.k[:, :, : other.length] = other.k[:, :, : other.length]
-        self.v[:, :, : other.length] = other.v[:, :, : other.length]
-        self.length = other.length

@@ -11,7 +11,7 @@ from ambidex.core.ids import KVPart
 from ambidex.core.kv_mapping import HostLayout, KVMapping
 from ambidex.core.kv_spec import KVSpec
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
-from ambidex.storage.placed_memory import PlacedMemory
+from ambidex.storage.placed_memory import PlacedMemory, find_moved, own_pages
 from ambidex.storage.row_format import TORCH_DTYPES
 
 
@@ -47,12 +47,37 @@ def place_parts(
         tensor = torch.frombuffer(region.buffer, dtype=dtype, count=num_bytes // dtype.itemsize).view(shape)
         memory.advise(tensor)  # before a page is touched; what comes of it the pool asks again
         for start, stop in _spans(spec, layout, part):
-            wanted = [nodes.local, nodes.cxl] if layout.mapping is KVMapping.INTERLEAVE else [nodes.cxl]
-            reason = region.place(start, stop, wanted)
+            reason = region.place(start, stop, _wanted(layout, nodes))
             if reason is not None:
                 return f"{part.upper()} of {layout.num_blocks} blocks: {reason}"
         parts[part] = tensor
     return parts
+
+
+def find_moved_parts(
+    spec: KVSpec, layout: HostLayout, nodes: Nodes, parts: Mapping[KVPart, Tensor], memory: HostMemory = HOST_MEMORY
+) -> str | None:
+    """Ask again where K and V lie that were placed, once they are pinned: why not on their nodes; None: they do, or the
+    kernel does not say it.
+
+    For who pins pages for long, the kernel moves them out of zones that can be unplugged, as memory of CXL nodes often
+    is. Source: Linux, core-api/pin_user_pages (FOLL_LONGTERM) and admin-guide/mm/memory-hotplug (ZONE_MOVABLE).
+    """
+    for part, tensor in parts.items():
+        for span in _spans(spec, layout, part) if tensor.numel() else ():
+            first, last = own_pages(*span, tensor.nbytes)
+            reason = find_moved(tensor.data_ptr() + first, last - first, _wanted(layout, nodes), memory.numa)
+            if reason is not None:
+                return (
+                    f"{part.upper()} of {layout.num_blocks} blocks has moved as it was pinned for the GPU: {reason}: "
+                    f"is the node's memory online as movable (`daxctl online-memory --no-movable`)?"
+                )
+    return None
+
+
+def _wanted(layout: HostLayout, nodes: Nodes) -> list[int]:
+    """Where pages of the CXL tier's part lie."""
+    return [nodes.local, nodes.cxl] if layout.mapping is KVMapping.INTERLEAVE else [nodes.cxl]
 
 
 def _spans(spec: KVSpec, layout: HostLayout, part: KVPart) -> Iterator[tuple[int, int]]:

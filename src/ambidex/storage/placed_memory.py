@@ -76,8 +76,7 @@ class PlacedMemory:
         """
         if not 0 <= start <= stop <= self.num_bytes or not nodes:
             raise InternalError(f"bytes {start} to {stop} of {self.num_bytes} shall lie on the nodes {list(nodes)}")
-        first = -(-start // PAGE_BYTES) * PAGE_BYTES
-        last = stop // PAGE_BYTES * PAGE_BYTES if stop < self.num_bytes else -(-stop // PAGE_BYTES) * PAGE_BYTES
+        first, last = own_pages(start, stop, self.num_bytes)
         if first >= last:
             return None
         policy = MemoryPolicy.PREFERRED if len(nodes) == 1 else MemoryPolicy.INTERLEAVE
@@ -92,7 +91,7 @@ class PlacedMemory:
                 return f"the kernel does not say where pages lie: {_explain(places)}"
             reason = _find_misplaced(places, nodes)
             if reason is not None:
-                return reason
+                return f"{reason}: it is full, or has gone"
         return None
 
     def touch(self, start: int, stop: int) -> None:
@@ -102,15 +101,39 @@ class PlacedMemory:
     def find_pages(self, start: int, stop: int) -> PagePlaces | int:
         """Ask the kernel where the pages of bytes start … stop − 1 lie; the number of its error if it does not say."""
         first = start // PAGE_BYTES * PAGE_BYTES
-        addresses = np.arange(self.address + first, self.address + stop, PAGE_BYTES, dtype=np.uint64)
-        nodes = self._calls.find_nodes(addresses)
-        if isinstance(nodes, int):
-            return nodes
-        counts = Counter(nodes.tolist())
-        return PagePlaces(
-            on_node={node: count for node, count in sorted(counts.items()) if node >= 0},
-            num_absent=sum(count for node, count in counts.items() if node < 0),
-        )
+        return _find_pages(self.address + first, self.address + stop, self._calls)
+
+
+def own_pages(start: int, stop: int, num_bytes: int) -> tuple[int, int]:
+    """Of a mapping of so many bytes, from and up to where the pages lie that its bytes start … stop − 1 share with no
+    neighbour."""
+    first = -(-start // PAGE_BYTES) * PAGE_BYTES
+    return first, stop // PAGE_BYTES * PAGE_BYTES if stop < num_bytes else -(-stop // PAGE_BYTES) * PAGE_BYTES
+
+
+def find_moved(address: int, num_bytes: int, nodes: Sequence[int], calls: NumaCalls) -> str | None:
+    """Why whole pages from an address on, which were placed, do not lie on their nodes any more; None: they do, or the
+    kernel does not say it.
+
+    Cost: asks the kernel about every page.
+    """
+    for begin in range(address, address + num_bytes, TOUCHED_BYTES):
+        places = _find_pages(begin, min(begin + TOUCHED_BYTES, address + num_bytes), calls)
+        reason = None if isinstance(places, int) else _find_misplaced(places, nodes)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _find_pages(first: int, stop: int, calls: NumaCalls) -> PagePlaces | int:
+    nodes = calls.find_nodes(np.arange(first, stop, PAGE_BYTES, dtype=np.uint64))
+    if isinstance(nodes, int):
+        return nodes
+    counts = Counter(nodes.tolist())
+    return PagePlaces(
+        on_node={node: count for node, count in sorted(counts.items()) if node >= 0},
+        num_absent=sum(count for node, count in counts.items() if node < 0),
+    )
 
 
 def _find_misplaced(places: PagePlaces, nodes: Sequence[int]) -> str | None:
@@ -119,12 +142,11 @@ def _find_misplaced(places: PagePlaces, nodes: Sequence[int]) -> str | None:
     if num_there < places.num_pages:
         elsewhere = ", ".join(f"{count} on node {node}" for node, count in places.on_node.items() if node not in nodes)
         return (
-            f"{num_there} of {places.num_pages} pages came to lie on {_names(nodes)} "
-            f"({elsewhere or 'others nowhere'}): it is full, or has gone"
+            f"{num_there} of {places.num_pages} pages came to lie on {_names(nodes)} ({elsewhere or 'others nowhere'})"
         )
     least = min(places.on_node.get(node, 0) for node in nodes)
     if len(nodes) > 1 and places.num_pages >= MANY_PAGES and least < LEAST_SHARE * places.num_pages:
-        return f"of {places.num_pages} interleaved pages one of {_names(nodes)} got only {least}: it is full"
+        return f"of {places.num_pages} interleaved pages one of {_names(nodes)} got only {least}"
     return None
 
 

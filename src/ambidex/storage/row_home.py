@@ -1,15 +1,19 @@
 """`RowHome`: where rows in host memory lie that are kept beside the pools (`storage/host_rows.py`)."""
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from ambidex.core.errors import TierFullError
 from ambidex.core.ids import KVPart
 from ambidex.core.kv_mapping import HostLayout, KVMapping
+from ambidex.core.units import format_size
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
 from ambidex.storage.kv_parts import Nodes
+from ambidex.storage.pinned import is_out_of_memory
 from ambidex.storage.placed_memory import PlacedMemory
 from ambidex.storage.slow_tier import SlowTier
 
@@ -35,28 +39,27 @@ class RowHome:
         self._layout = layout
         self._nodes = nodes
         self._slow = slow
-        self._memory = memory
+        self.memory = memory
 
     def allocate(self, part: KVPart, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
         """Memory for K or V rows [L, Hkv, n, D], which may hold anything.
 
         Raises:
-            RuntimeError: there is no such memory on the node of the CXL tier, or at all.
-            TierFullError: the system maps no more memory.
+            TierFullError: there is no such memory on the node of the CXL tier, or at all.
         """
         num_layers, *layer = shape
         is_mixed = self._layout.mapping is KVMapping.INTERLEAVE
         first = 0 if is_mixed else self._layout.first_cxl_layer
         if self._nodes is None or not (is_mixed or part is KVPart.V) or first >= num_layers or 0 in shape:
-            return torch.empty(shape, dtype=dtype)
+            return _allocate(shape, dtype)
         layer_bytes = torch.Size(layer).numel() * dtype.itemsize
-        region = PlacedMemory(num_layers * layer_bytes, self._memory.numa)
+        region = PlacedMemory(num_layers * layer_bytes, self.memory.numa)
         rows = torch.frombuffer(region.buffer, dtype=dtype, count=torch.Size(shape).numel()).view(shape)
-        self._memory.advise(rows)
+        self.memory.advise(rows)
         wanted = [self._nodes.local, self._nodes.cxl] if is_mixed else [self._nodes.cxl]
         reason = region.place(first * layer_bytes, num_layers * layer_bytes, wanted)
         if reason is not None:
-            raise RuntimeError(f"rows of {part.upper()}: {reason}")
+            raise TierFullError(f"rows of {part.upper()}: {reason}")
         return rows
 
     def reading(self, part: KVPart, layer_idx: int, num_bytes: int) -> AbstractContextManager[None]:
@@ -70,6 +73,15 @@ class RowHome:
         if self._slow is None:
             return nullcontext()
         return self._slow.copying(num_bytes * self._layout.cxl_share(part, layer_idx), num_bytes)
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    try:
+        return torch.empty(shape, dtype=dtype)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise TierFullError(f"rows of K and V: no {format_size(math.prod(shape) * dtype.itemsize)} of DRAM") from error
 
 
 IN_DRAM: Final = RowHome(HostLayout(mapping=KVMapping.DRAM, num_near=0))

@@ -25,6 +25,8 @@ FITS = AdmissionState(
         ({"num_needed_blocks": 9}, Admission.NEVER_FITS),
         ({"num_running": 2}, Admission.TOO_MANY_RUNNING),
         ({"num_budget_tokens": 0}, Admission.NO_TOKENS),
+        ({"num_needed_rows": 9, "num_free_rows": 9}, Admission.ADMIT),
+        ({"num_needed_rows": 9, "num_free_rows": 8}, Admission.NO_ROWS),
     ],
 )
 def test_admission_for_each_state_gives_its_reason(change: dict[str, int], decision: Admission) -> None:

@@ -23,6 +23,7 @@ def make_scheduler(
     max_tokens_per_step: int = 16,
     max_running_requests: int = 8,
     max_context_len: int = 64,
+    max_kept_rows: int | None = None,
     seed: int = 0,
 ) -> tuple[Scheduler, KVManager]:
     regions = Regions(block_size=BLOCK_SIZE, num_sink_tokens=0, recent_window=recent)
@@ -32,6 +33,7 @@ def make_scheduler(
         max_tokens_per_step=max_tokens_per_step,
         max_running_requests=max_running_requests,
         max_context_len=max_context_len,
+        max_kept_rows=max_kept_rows,
         seed=seed,
     )
     return scheduler, kv
@@ -509,3 +511,32 @@ def test_answer_does_not_depend_on_the_split_or_on_chunks(gpu: int, max_tokens_p
             history.append(token)
         assert len(request.output_token_ids) == 14
     assert kv.num_free_blocks == kv.num_blocks
+
+
+def test_a_request_starts_when_there_is_room_for_the_rows_of_all_its_tokens() -> None:
+    scheduler, _ = make_scheduler(max_kept_rows=30)
+    for name in (A, B, C):  # 10 tokens each, and C 20
+        output = SamplingParams(max_output_tokens=16 if name is C else 6)
+        scheduler.add(make_request(name, params=output))
+    plan = step(scheduler)
+    assert [(new.request_id, new.max_tokens) for new in plan.new_requests] == [(A, 10), (B, 10)]
+    while scheduler.num_running == 2:
+        assert not step(scheduler).new_requests
+    assert not scheduler.num_running, "both end in one step"
+    assert [new.request_id for new in step(scheduler).new_requests] == [C]
+
+
+def test_a_request_that_has_yielded_keeps_the_room_of_its_rows() -> None:
+    scheduler, _ = make_scheduler(num_blocks=6, max_kept_rows=40)
+    for name in (A, B):
+        scheduler.add(make_request(name, params=SamplingParams(max_output_tokens=16)))  # 20 tokens, 5 blocks
+    while not scheduler.num_preemptions:
+        step(scheduler)
+    scheduler.add(make_request(C, 1, params=SamplingParams(max_output_tokens=1)))
+    named = []
+    while scheduler.num_running == 1:
+        named += step(scheduler).new_requests
+    assert not named, "it took the room of one that will come back"
+    while scheduler.has_work:
+        named += step(scheduler).new_requests
+    assert [new.request_id for new in named] == [C]

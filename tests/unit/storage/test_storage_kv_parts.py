@@ -1,5 +1,6 @@
 import errno
 import gc
+import re
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from ambidex.core.kv_mapping import HostLayout, KVMapping
 from ambidex.core.kv_spec import KVOrder, KVSpec
 from ambidex.storage.copy import copy_block
 from ambidex.storage.host_memory import HostMemory
-from ambidex.storage.kv_parts import Nodes, place_parts
+from ambidex.storage.kv_parts import Nodes, find_moved_parts, place_parts
 from ambidex.storage.kv_pool import RowKVPool
 from ambidex.storage.numa_calls import PAGE_BYTES
 from numa_world import FakeKernel
@@ -125,3 +126,28 @@ def test_bytes_that_come_out_of_a_block_are_those_that_went_in(
         copy_block(pool, block_id, near, 0)
         assert torch.equal(near.k, torch.full_like(near.k, block_id) + torch.arange(32))
         assert torch.equal(near.v, torch.full_like(near.v, -block_id) - torch.arange(32))
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        (
+            HostLayout(mapping=KVMapping.K_DRAM_V_CXL, num_near=4),
+            "V of 4 blocks has moved .*: 0 of 24 pages came to lie",
+        ),
+        (
+            HostLayout(mapping=KVMapping.K_DRAM_V_CXL, num_near=2, num_spilled=2),
+            "K of 4 blocks has moved .*: 0 of 2 pages came to lie on node 1",
+        ),
+        (HostLayout(mapping=KVMapping.INTERLEAVE, num_near=1400), "K of 1400 blocks has moved .*got only 0"),
+    ],
+)
+def test_pages_that_moved_as_they_were_pinned_are_told(layout: HostLayout, said: str) -> None:
+    kernel = FakeKernel()
+    parts = place(layout, kernel)
+    assert find_moved_parts(SPEC, layout, NODES, parts, memory_of(kernel)) is None
+    moved = find_moved_parts(SPEC, layout, NODES, parts, memory_of(FakeKernel()))  # one that has all pages on node 0
+    assert moved is not None
+    assert re.match(said, moved), moved
+    assert "is the node's memory online as movable" in moved
+    assert find_moved_parts(SPEC, layout, NODES, parts, memory_of(FakeKernel(silent=errno.ENOSYS))) is None

@@ -63,21 +63,26 @@ def test_rows_come_back_as_they_were_appended() -> None:
     rows = make_rows(make_home(FakeKernel()))
     for token in range(CAPACITY):
         rows.append(torch.full(SHAPE, float(token)), torch.full(SHAPE, -float(token)))
-    larger = HostRows(SHAPE, 3 * CAPACITY, dtype=torch.float32, device=CPU, home=make_home(FakeKernel()))
-    larger.take_over(rows)
-    assert (larger.k[1, 1, :CAPACITY, 5] == torch.arange(CAPACITY)).all()
-    assert (larger.v[2, 0, :CAPACITY, 31] == -torch.arange(CAPACITY)).all()
+    assert (rows.k[1, 1, :, 5] == torch.arange(CAPACITY)).all()
+    assert (rows.v[2, 0, :, 31] == -torch.arange(CAPACITY)).all()
+    with pytest.raises(AssertionError, match="no more tokens than were announced"):
+        rows.append(torch.zeros(SHAPE), torch.zeros(SHAPE))
 
 
 @pytest.mark.parametrize("kernel", [FakeKernel(refuse=errno.EPERM), FakeKernel(free_pages={0: 99, 1: 1})])
 def test_rows_for_which_the_tier_has_no_room_are_refused(kernel: FakeKernel) -> None:
-    with pytest.raises(RuntimeError, match="rows of V: "):
+    with pytest.raises(TierFullError, match="rows of V: "):
         make_rows(make_home(kernel))
 
 
 def test_rows_that_no_memory_holds_are_refused() -> None:
     with pytest.raises(TierFullError, match="maps no"):
         make_home(FakeKernel()).allocate(KVPart.V, (1, 1, 1 << 50, 256), torch.float32)
+
+
+def test_rows_that_dram_does_not_hold_are_refused() -> None:
+    with pytest.raises(TierFullError, match=r"no 4096\.0 TiB of DRAM"):
+        IN_DRAM.allocate(KVPart.K, (1, 1, 1 << 42, 256), torch.float32)
 
 
 def test_rows_without_a_tier_lie_where_torch_puts_them() -> None:

@@ -15,7 +15,7 @@ from ambidex.core.config import DTypeChoice, EngineConfig, Graphs, LoadFormat
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError, NativeModuleError
 from ambidex.core.ids import Tier
-from ambidex.core.kv_spec import KVOrder, StreamBuffers
+from ambidex.core.kv_spec import KeptRows, KVOrder, StreamBuffers
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.placement import Placement
 from ambidex.core.policy import PolicyName
@@ -29,6 +29,7 @@ from ambidex.engine.bounded_form import BoundedForm, choose_bounded_form
 from ambidex.engine.chosen_policy import ChosenPolicy, choose_policy
 from ambidex.engine.compose.cxl import CxlTier, choose_cxl
 from ambidex.engine.compose.sparsity import SparsityChoice, choose_sparsity
+from ambidex.engine.kept_rows import choose_kept_rows
 from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
 from ambidex.engine.lane_preset import streamed_share
 from ambidex.engine.memory import (
@@ -38,6 +39,7 @@ from ambidex.engine.memory import (
     WeightBytes,
     find_gpu_budget,
     fixed_bytes,
+    most_requests,
     plan_memory,
     step_stream_bytes,
 )
@@ -109,6 +111,8 @@ class Choices:
     policy: ChosenPolicy
     bounded: BoundedForm
     stream: StreamBuffers | None
+    rows: KeptRows | None
+    rows_why: str
     weights: "WeightChoices"
     sparsity: SparsityChoice | None
     cxl: CxlTier
@@ -224,12 +228,15 @@ def make_choices(
             kv.specs[Tier.DRAM],
             max_context_len=config.max_context_len or spec.max_context_len,
             number_bytes=activations.num_bytes,
-            max_requests=min(config.max_running_requests, config.max_tokens_per_step),
+            max_requests=most_requests(config),
             step_bytes=step_stream_bytes(config, free) if can_step_stream else 0,
             num_q_heads=spec.num_q_heads if can_step_stream and bounded.is_native else 0,
         )
     buckets = decode_buckets(config) if form is DecodeForm.CAPTURED else ()
-    fixed = fixed_bytes(config, spec, activations=activations, graph_buckets=buckets, stream=stream)
+    rows, rows_why = choose_kept_rows(
+        config, spec, chosen.settings, kv.specs, is_native=bounded.is_native, is_cuda=is_cuda
+    )
+    fixed = fixed_bytes(config, spec, activations=activations, graph_buckets=buckets, stream=stream, rows=rows)
     weights = _choose_weights(
         config, spec, skeleton, dtype, device, kv, keeps_quantized=keeps, free=free, fixed=fixed, ring=weight_ring,
         profile=profile,
@@ -252,6 +259,7 @@ def make_choices(
             mapping=tier.mapping,
             cxl_bytes=tier.num_bytes,
             num_near_v=chosen.settings.exact_layers or 0,
+            rows=rows,
         )
 
     return Choices(
@@ -269,6 +277,8 @@ def make_choices(
         policy=chosen,
         bounded=bounded,
         stream=stream,
+        rows=rows,
+        rows_why=rows_why,
         weights=weights,
         sparsity=sparsity,
         cxl=cxl,
@@ -453,7 +463,7 @@ def _choose_decode_form(
 
 
 def decode_buckets(config: EngineConfig) -> tuple[int, ...]:
-    return make_buckets(min(config.max_running_requests, config.max_tokens_per_step))
+    return make_buckets(most_requests(config))
 
 
 def make_threads(num_threads: int, *, spin_us: int) -> ThreadPool | None:

@@ -9,10 +9,11 @@ from ambidex.core.ids import KVPart, Tier
 from ambidex.core.kv_mapping import KVMapping
 from ambidex.core.units import format_size
 from ambidex.engine.compose.choices import Choices
+from ambidex.engine.compose.parts import make_pools
 from ambidex.engine.report import ReportRow
 from ambidex.storage.copy import CopyBlock
 from ambidex.storage.host_memory import HostMemory
-from ambidex.storage.kv_parts import place_parts
+from ambidex.storage.kv_parts import find_moved_parts, place_parts
 from ambidex.storage.kv_pool import KVPool
 
 
@@ -32,6 +33,29 @@ def place_host(choices: Choices, memory: HostMemory) -> tuple[Choices, Mapping[K
         return choices, placed
     cxl = choices.cxl.without(placed)
     return replace(choices, cxl=cxl, memory=choices.plan(cxl)), None
+
+
+def make_placed_pools(
+    choices: Choices, memory: HostMemory, parts: Mapping[KVPart, Tensor] | None
+) -> tuple[Choices, dict[Tier, KVPool]]:
+    """The pools. Where what lies in the CXL tier moves away as it is pinned, all is laid out anew without the tier, as
+    `place_host` has it.
+
+    Args:
+        parts: K and V of the pool in host memory, if they are placed. The caller must not hold them.
+    Raises:
+        ConfigError: DRAM alone does not hold what is needed.
+    """
+    pools = make_pools(choices, memory, parts)
+    if parts is None or choices.cxl.nodes is None or not pools[Tier.DRAM].is_pinned:
+        return choices, pools
+    moved = find_moved_parts(choices.kv.specs[Tier.DRAM], choices.memory.host.layout, choices.cxl.nodes, parts, memory)
+    if moved is None:
+        return choices, pools
+    del pools, parts
+    cxl = choices.cxl.without(moved)
+    choices = replace(choices, cxl=cxl, memory=choices.plan(cxl))
+    return choices, make_pools(choices, memory)
 
 
 def paced_copy(copy: CopyBlock) -> CopyBlock:

@@ -27,6 +27,7 @@ from ambidex.engine.compose.choices import Choices, decode_buckets
 from ambidex.engine.compose.control import Decision
 from ambidex.engine.compose.lanes import ScanChoice, StreamChoice
 from ambidex.engine.compose.weights import Divided
+from ambidex.engine.memory import most_requests
 from ambidex.engine.tuned_world import EngineWorld, FixedMemory
 from ambidex.engine.weight_tuner import WeightTuner
 from ambidex.kernels.cpu.bounded import BoundedPool
@@ -34,11 +35,13 @@ from ambidex.kernels.cpu.native import AttentionPool
 from ambidex.models.base import CausalLM
 from ambidex.models.look_ahead import LookAhead
 from ambidex.models.weight_moves import CopyChunk, WeightMoves
+from ambidex.runner.capture import Capture
 from ambidex.runner.decode import DecodeForm, FixedSteps
 from ambidex.runner.device import TORCH_DTYPES, activation_dtype
-from ambidex.runner.graphs import Capture, DecodeSteps
+from ambidex.runner.graphs import DecodeSteps
 from ambidex.runner.programs import ProgramSteps
 from ambidex.runner.runner import Forward
+from ambidex.runner.step_lanes import LaneSettings
 from ambidex.runner.tracing import LaneTracing
 from ambidex.sched.feedback import SelectionFeedback
 from ambidex.storage.host_memory import HostMemory
@@ -77,7 +80,7 @@ def make_decode_steps(
             spec=choices.spec,
             forward=forward,
             pools={tier: pool for tier, pool in pools.items() if isinstance(pool, TiledKVPool)},
-            max_rows=min(config.max_running_requests, config.max_tokens_per_step),
+            max_rows=most_requests(config),
             bounded=bounded,
         )
     if choices.decode_form is DecodeForm.ORDINARY or pools[Tier.GPU].num_blocks == 0:
@@ -89,16 +92,18 @@ def make_decode_steps(
         pools=pools,
         buckets=decode_buckets(config),
         max_context_len=choices.memory.max_context_len,
-        stream_share=stream.share,
-        stream_blocks=choices.stream.step_blocks if choices.stream is not None else 0,
-        follows_lanes=config.stream_percent is None,
         capture=capture() if choices.decode_form is DecodeForm.CAPTURED else None,
-        weights=None if divided is None else divided.lanes,
-        bounded=bounded,
-        scan_rule=scan.rule,
-        scan_lane=scan.lane,
-        clock=clock,
-        tell=tell,
+        lanes=LaneSettings(
+            stream_share=stream.share,
+            stream_blocks=choices.stream.step_blocks if choices.stream is not None else 0,
+            follows_lanes=config.stream_percent is None,
+            weights=None if divided is None else divided.lanes,
+            bounded=bounded,
+            scan_rule=scan.rule,
+            scan_lane=scan.lane,
+            clock=clock,
+            tell=tell,
+        ),
     )
 
 
@@ -282,12 +287,12 @@ def with_policy(
         )
     policy = make_policy(settings, choices.spec)
     look_ahead = LookAhead(model, choices.spec.num_layers) if Need.LOOK_AHEAD in policy.needs else None
-    early = None
-    has_rows = len(formats) == 1 and not any(dtypes.k.has_scales for dtypes in formats)
-    home = RowHome(
-        choices.memory.host.layout, nodes=choices.cxl.nodes, slow=exact.pools[Tier.DRAM].slow, memory=host_memory
-    )
-    row_store = RowStore(choices.spec, exact.pools, home) if has_rows else None
+    early = row_store = None
+    if choices.memory.max_kept_rows is not None:
+        home = RowHome(
+            choices.memory.host.layout, nodes=choices.cxl.nodes, slow=exact.pools[Tier.DRAM].slow, memory=host_memory
+        )
+        row_store = RowStore(choices.spec, exact.pools, max_rows=choices.memory.max_kept_rows, home=home)
     if settings.name is PolicyName.HYBRIDGEN and look_ahead is not None and row_store is not None:
         assert settings.near_tokens is not None, "settings of hybridgen"
         early = EarlyDecode(
@@ -296,6 +301,7 @@ def with_policy(
             look_ahead,
             row_store,
             num_near=settings.near_tokens,
+            max_requests=most_requests(config),
             is_timed=Need.TIMES in policy.needs,
         )
     return SelectiveAttention(

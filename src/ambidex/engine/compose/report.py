@@ -1,7 +1,9 @@
 """What the choices became, for people."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from ambidex.attention.selective import SelectiveAttention
+from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import NativeModuleError
 from ambidex.core.ids import Tier
@@ -32,9 +34,17 @@ from ambidex.storage.kv_pool import KVPool
 
 
 def collect_fallbacks(
-    config: EngineConfig, choices: Choices, pools: Mapping[Tier, KVPool], divided: DividedWeights | None
+    config: EngineConfig,
+    choices: Choices,
+    pools: Mapping[Tier, KVPool],
+    divided: DividedWeights | None,
+    pin_refusals: Sequence[str] = (),
 ) -> Fallbacks:
-    """What this engine does without."""
+    """What this engine does without.
+
+    Args:
+        pin_refusals: of what a policy keeps.
+    """
     found = Fallbacks()
     try:
         note_native(found, native.isa(), "")
@@ -44,7 +54,7 @@ def collect_fallbacks(
         note_threads(found, choices.num_threads, choices.threads.num_pin_failures)
     if choices.device.type == "cuda":
         note_kernels(found, find_fallbacks(choices.device.type))
-    pin_refusals = [reason for pool in pools.values() for reason in pool.pin_refusals]
+    pin_refusals = [*pin_refusals, *(reason for pool in pools.values() for reason in pool.pin_refusals)]
     if divided is not None and divided.pin_refusal is not None:
         pin_refusals.append(f"weights: {divided.pin_refusal}")
     page_refusals = {tier: pool.page_refusal for tier, pool in pools.items() if pool.page_refusal is not None}
@@ -55,6 +65,12 @@ def collect_fallbacks(
     if choices.device.type != "cuda":
         note_no_link(found, config.policy)
     return found
+
+
+def find_pin_refusals(attention: TieredAttention | SelectiveAttention) -> list[str]:
+    """Why what a policy keeps in host memory is not pinned."""
+    early = attention.early if isinstance(attention, SelectiveAttention) else None
+    return [f"early scores: {early.pin_refusal}"] if early is not None and early.pin_refusal is not None else []
 
 
 def _weights_row(choices: Choices) -> ReportRow:
@@ -129,7 +145,12 @@ def describe(
             *(choices.weights.auto.rows() if choices.weights.auto is not None else ()),
             ReportRow(section="compute", name="threads", value=str(choices.num_threads)),
             ReportRow(section="compute", name="decode", value=choices.decode_form.value, why=choices.decode_form_why),
-            *policy_rows(choices.policy, choices.bounded),
+            *policy_rows(
+                choices.policy,
+                choices.bounded,
+                max_kept_rows=choices.memory.max_kept_rows,
+                rows_why=choices.rows_why,
+            ),
             ReportRow(section="compute", name="stream_share", value=f"{stream[0]:.2f} of keys in DRAM", why=stream[1]),
         ],
         kv=choices.kv,

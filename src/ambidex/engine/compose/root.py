@@ -11,18 +11,17 @@ from ambidex.core.model_spec import ModelSpec
 from ambidex.core.regions import Regions
 from ambidex.engine.compose.choices import Choices, make_choices
 from ambidex.engine.compose.control import open_control_trace
-from ambidex.engine.compose.host import paced_copy, place_host
+from ambidex.engine.compose.host import make_placed_pools, paced_copy, place_host
 from ambidex.engine.compose.lanes import choose_scan, choose_stream, explain_stream
 from ambidex.engine.compose.parts import (
     make_attention,
     make_bounded,
     make_decode_steps,
     make_feedback,
-    make_pools,
     make_tuner,
     with_policy,
 )
-from ambidex.engine.compose.report import collect_fallbacks, describe
+from ambidex.engine.compose.report import collect_fallbacks, describe, find_pin_refusals
 from ambidex.engine.compose.sessions import find_identity, make_sessions
 from ambidex.engine.compose.weights import Progress, load_model
 from ambidex.engine.core import EngineCore
@@ -41,9 +40,9 @@ from ambidex.mlp.split_site import Level
 from ambidex.models.base import CausalLM
 from ambidex.models.site_plans import RingSizes
 from ambidex.models.weight_moves import CopyChunk, copy_chunk
+from ambidex.runner.capture import Capture, CudaCapture
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.device import choose_device
-from ambidex.runner.graphs import Capture, CudaCapture
 from ambidex.runner.host_blocks import HostIds, MergedExecutor
 from ambidex.runner.runner import Forward, ModelRunner, call_model
 from ambidex.runner.sampler import Sampler
@@ -122,8 +121,8 @@ def build_engine(
     torch.set_num_threads(choices.num_threads)
     clock = LaneClock() if config.tune_weights else None
     model, divided = load_model(config, choices, progress, host_memory, cpu_levels, clock, shape_dummy)
-    pools = make_pools(choices, host_memory, host_parts)
-    fallbacks = collect_fallbacks(config, choices, pools, None if divided is None else divided.weights)
+    choices, pools = make_placed_pools(choices, host_memory, host_parts)
+    del host_parts
     identity = find_identity(config, choices)
     kv_manager = KVManager(
         choices.memory.num_blocks,
@@ -148,6 +147,7 @@ def build_engine(
         max_tokens_per_step=config.max_tokens_per_step,
         max_running_requests=choices.most_running(config),
         max_context_len=choices.memory.max_context_len,
+        max_kept_rows=choices.memory.max_kept_rows,
         seed=config.seed,
         feedback=make_feedback(choices, tell),
         restore=sessions.restore if sessions is not None else None,
@@ -161,9 +161,13 @@ def build_engine(
     tuner = make_tuner(config, choices, divided, decode_steps, stream_share=stream.share, copy=copy_weights)
     after_step = tuner.after_step if tuner is not None else None
     trace = trace_lanes(tracer, choices.device, copy)
+    attention = with_policy(config, choices, model, make_attention(choices, pools, min_streamed, trace), host_memory)
+    fallbacks = collect_fallbacks(
+        config, choices, pools, None if divided is None else divided.weights, find_pin_refusals(attention)
+    )
     runner = ModelRunner(
         model=model,
-        attention=with_policy(config, choices, model, make_attention(choices, pools, min_streamed, trace), host_memory),
+        attention=attention,
         sampler=Sampler(vocab_size=choices.spec.vocab_size, device=choices.device),
         copies=CopyEngine(pools, copy=trace.copy),
         device=choices.device,
