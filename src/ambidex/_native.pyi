@@ -278,8 +278,8 @@ class PickedPool:
 class AttentionPool:
     """Attention over tiled pools and its scratch memory: see `ambidex.kernels.cpu.native.AttentionPool`.
 
-    Pools, q and rows are arrays of any numbers of the right size; `number` and `q_number` (fp32, bf16, fp16, int8) say
-    what they are.
+    Pools, q and rows are arrays of any numbers of the right size; names of numbers (fp32, bf16, fp16, int8, int4)
+    say what they are.
 
     Raises:
         TypeError: an array is not contiguous, read-only where written, or has another number of axes.
@@ -293,7 +293,8 @@ class AttentionPool:
         q_number: str,
         k: npt.NDArray[np.generic],
         v: npt.NDArray[np.generic],
-        number: str,
+        k_number: str,
+        v_number: str,
         k_scales: npt.NDArray[np.generic] | None,
         v_scales: npt.NDArray[np.generic] | None,
         batch: KeyBatch,
@@ -407,7 +408,8 @@ class AttentionScript:
         q_number: str,
         k: npt.NDArray[np.generic],
         v: npt.NDArray[np.generic],
-        number: str,
+        k_number: str,
+        v_number: str,
         k_scales: npt.NDArray[np.generic] | None,
         v_scales: npt.NDArray[np.generic] | None,
         scale: float,

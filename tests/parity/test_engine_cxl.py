@@ -93,9 +93,10 @@ def test_spilled_blocks_with_checksums(folder: Path) -> None:
     assert engine.stats.num_corrupt_blocks == 0
 
 
-def test_int8_keys_keep_their_scales_in_dram(folder: Path) -> None:
-    engine = make_engine(folder, **EMULATED, kv_dtype="int8")
-    assert answers(engine) == answers(make_engine(folder, kv_dtype="int8", graphs="off"))
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "k=int8,v=int4"])
+def test_integer_keys_keep_their_scales_in_dram(folder: Path, kv_dtype: str) -> None:
+    engine = make_engine(folder, **EMULATED, kv_dtype=kv_dtype)
+    assert answers(engine) == answers(make_engine(folder, kv_dtype=kv_dtype, graphs="off"))
     check_budgets(engine)
 
 

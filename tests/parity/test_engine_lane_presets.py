@@ -87,6 +87,40 @@ def test_on_a_gpu_answers_equal_those_of_full_attention_but_for_rounding(
         assert_equal_but_for_rounding(ours, theirs, tolerance=0.02)
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "k=int8,v=int4"])
+@pytest.mark.parametrize("name", NAMES)
+def test_keys_in_integers_are_attended_as_full_attention_over_them(name: str, kv_dtype: str, tmp_path: Path) -> None:
+    folder = make_engine_folder(tmp_path, "llama")
+    wanted = run(build(folder, "exact", kv_dtype=kv_dtype))
+    assert run(build(folder, name, kv_dtype=kv_dtype)) == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "k=int8,v=int4"])
+@pytest.mark.parametrize("dtype", [DTypeChoice.FP16, DTypeChoice.FP32])
+def test_flexgen_on_a_gpu_moves_keys_in_integers_over_the_link(
+    dtype: DTypeChoice, kv_dtype: str, tmp_path: Path
+) -> None:
+    """FlexGen's KV in few bits. The rounding of the rows is the same whoever reads them."""
+    folder = make_engine_folder(tmp_path, "llama")
+    own: dict[str, Any] = {"device": DeviceKind.CUDA, "dtype": dtype, "kv_dtype": kv_dtype, "num_sink_tokens": 0}
+    params = replace(PARAMS, logprobs=MAX_LOGPROBS)
+    wanted = run_whole(build(folder, "exact", stream_percent=0, recent_window=0, **own), params)
+    engine = build(folder, "flexgen", **own)
+    for ours, theirs in zip(run_whole(engine, params), wanted, strict=True):
+        assert_equal_but_for_rounding(ours, theirs, tolerance=0.02)
+    assert engine.report.value("compute", "stream_share").startswith("1.00")
+    assert engine.stats.lane_bytes[Lane.STREAM] > 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_keys_in_integers_are_read_by_the_cpu_unless_the_link_is_asked_for(tmp_path: Path) -> None:
+    folder = make_engine_folder(tmp_path, "llama")
+    own: dict[str, Any] = {"device": DeviceKind.CUDA, "dtype": DTypeChoice.FP16, "kv_dtype": "int4"}
+    assert build(folder, "exact", **own).report.value("compute", "stream_share").startswith("0.00")
+    assert build(folder, "exact", stream_percent=50, **own).report.value("compute", "stream_share").startswith("0.50")
+
+
 @pytest.mark.parametrize("form", [None, DecodeForm.FIXED])
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_that_do_not_fit_travel_and_the_cpu_multiplies_none(

@@ -231,7 +231,7 @@ class EarlyDecode:
         if angles is not None:
             q, k = api.rotate(q, *angles), api.rotate(k, *angles)
         self._ask_ahead(layer_idx, angles)
-        new_k, new_v = self._pool.round(k), self._pool.round(v)
+        new_k, new_v = self._pool.round(KVPart.K, k), self._pool.round(KVPart.V, v)
         self._new.append((new_k, new_v))
         for row, work in enumerate(self._works):
             near = self._near[work.request_id]

@@ -61,18 +61,38 @@ class StepStream:
         num_blocks: that a buffer holds.
         device: the accelerator.
         words: how its side writes and waits for words.
+        row_dtype: of the rows that blocks of integers become there, if the pool holds such; else they are attended as
+            they lie.
     """
 
-    def __init__(self, pool: TiledKVPool, num_blocks: int, device: torch.device, words: Words) -> None:
+    def __init__(
+        self,
+        pool: TiledKVPool,
+        num_blocks: int,
+        device: torch.device,
+        words: Words,
+        *,
+        row_dtype: torch.dtype = torch.float32,
+    ) -> None:
         self._pool = pool
         self._device = device
         self._words = words
         self.num_blocks = num_blocks
-        num_layers, num_heads, _, *record = pool.k.shape
-        shape = (num_heads, num_blocks, *record)
+        num_layers, num_heads = pool.k.shape[:2]
         self._buffers = [
-            tuple(torch.empty(shape, dtype=pool.k.dtype, device=device) for _ in range(2)) for _ in range(STEP_BUFFERS)
+            tuple(
+                torch.empty((num_heads, num_blocks, *part.shape[3:]), dtype=part.dtype, device=device)
+                for part in pool.tensors
+            )
+            for _ in range(STEP_BUFFERS)
         ]
+        rows = (num_heads, num_blocks * pool.spec.block_size, pool.spec.head_dim)
+        self.rows = (
+            (torch.empty(rows, dtype=row_dtype, device=device), torch.empty(rows, dtype=row_dtype, device=device))
+            if pool.spec.dtype.has_scales
+            else None
+        )
+        """K and V of a layer's blocks as rows, [Hkv, num_blocks · P, D] each: for whoever attends; None for floats."""
         is_cuda = device.type == "cuda"
         # [arrived or used, L, words of a cache line]
         self._flags = torch.zeros(2, num_layers, WORD_STRIDE, dtype=torch.int32, pin_memory=is_cuda)
@@ -139,10 +159,9 @@ class StepStream:
         finally:
             self._inline = None
 
-    def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer's blocks, each [Hkv, num_blocks, P, row_size] in the pool's order."""
-        k, v = self._buffers[layer_idx % STEP_BUFFERS]
-        return k, v
+    def layer(self, layer_idx: int) -> tuple[Tensor, ...]:
+        """K, V and of integers their scales of a layer's blocks, each [Hkv, num_blocks, …] in the pool's order."""
+        return self._buffers[layer_idx % STEP_BUFFERS]
 
     def wait(self, layer_idx: int) -> None:
         """Launch: wait until a layer's blocks have arrived."""
@@ -150,7 +169,7 @@ class StepStream:
             with naming(f"the stream lane, keys in DRAM, layer {layer_idx}"):
                 self._words.wait(self._flags[0, layer_idx, :1])
             return
-        for source, to in zip(self._pool.layer(layer_idx), self.layer(layer_idx), strict=True):
+        for source, to in zip(self._pool.layer_tensors(layer_idx), self.layer(layer_idx), strict=True):
             self._inline(source, to)
 
     def free(self, layer_idx: int) -> None:
@@ -168,7 +187,7 @@ class StepStream:
                         raise LaneError(f"the step was not launched within {WAIT_LIMIT_S:.0f} s")
                     if layer_idx >= STEP_BUFFERS:
                         self._words.wait(self._flags[1, layer_idx - STEP_BUFFERS, :1])
-                    for source, to in zip(self._pool.layer(layer_idx), self.layer(layer_idx), strict=True):
+                    for source, to in zip(self._pool.layer_tensors(layer_idx), self.layer(layer_idx), strict=True):
                         send(source, to)
                     self._words.write(self._flags[0, layer_idx, :1])
                 if self._device.type == "cuda":
@@ -180,14 +199,14 @@ class StepStream:
             self._idle.set()
 
     def _find_way(self, runs: Sequence[BlockRun]) -> Callable[[Tensor, Tensor], None]:
-        """How a layer's K or V [Hkv, N, P, R] comes into a buffer [Hkv, num_blocks, P, R]."""
+        """How a tensor of a layer [Hkv, N, …] comes into a buffer [Hkv, num_blocks, …]."""
         num_blocks = sum(run.num for run in runs)
         mean_bytes = self._pool.k[0, :, 0].nbytes * num_blocks / len(runs)
         if mean_bytes < LEAST_COPY_BYTES and self._pool.is_within_reach(self._device):
             ids = torch.cat([torch.arange(run.first, run.first + run.num) for run in runs])
             with self._copies.active():
                 there = ids.to(self._device)  # waits until they are there
-            return lambda source, to: tiles.fetch_blocks(source, there, to[:, :num_blocks])
+            return lambda source, to: tiles.fetch_blocks(_records(source), there, _records(to[:, :num_blocks]))
 
         def copy(source: Tensor, to: Tensor) -> None:
             for run in runs:
@@ -201,8 +220,8 @@ class StepStream:
 
     def _fetch(self, ids: Tensor) -> None:
         """Fetch some blocks of the first layer."""
-        k, _ = self.layer(0)
-        tiles.fetch_blocks(self._pool.layer(0)[0], ids, k[:, : len(ids)])
+        for source, to in zip(self._pool.layer_tensors(0), self.layer(0), strict=True):
+            tiles.fetch_blocks(_records(source), ids, _records(to[:, : len(ids)]))
 
     def _await_copies(self) -> None:
         end = time.monotonic() + WAIT_LIMIT_S
@@ -212,6 +231,11 @@ class StepStream:
             if time.monotonic() > end:
                 raise LaneError(f"the copies of the last step did not end within {WAIT_LIMIT_S:.0f} s")
         self._last_copies = None
+
+
+def _records(part: Tensor) -> Tensor:
+    """A tensor of blocks [Hkv, N, …] with four axes: scales of int8 have three. A view."""
+    return part.reshape(*part.shape[:3], -1)
 
 
 def _copy_nothing(_source: Tensor, _to: Tensor) -> None:

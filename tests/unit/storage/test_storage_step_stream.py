@@ -125,9 +125,9 @@ def test_a_copy_that_cannot_be_launched_fails_the_step_and_the_next_is_right(
     pool = make_pool("cpu")
     stream = StepStream(pool, MOST, torch.device("cpu"), HostWords())
     runs = [BlockRun(first=1, place=0, num=5)]
-    layer, num_calls = pool.layer, 0
+    layer, num_calls = pool.layer_tensors, 0
 
-    def fail(layer_idx: int) -> tuple[Tensor, Tensor]:
+    def fail(layer_idx: int) -> tuple[Tensor, ...]:
         nonlocal num_calls
         num_calls += 1
         if layer_idx == 2:
@@ -135,7 +135,7 @@ def test_a_copy_that_cannot_be_launched_fails_the_step_and_the_next_is_right(
         return layer(layer_idx)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "layer", fail)
+        patch.setattr(pool, "layer_tensors", fail)
         stream.start(runs)
         with pytest.raises(LaneError, match="could not bring keys from DRAM: injected"):
             run_step(stream)
@@ -151,15 +151,15 @@ def test_copies_that_are_not_launched_in_time_end_the_step_and_the_next_is_right
     pool = make_pool("cpu")
     stream = StepStream(pool, MOST, torch.device("cpu"), HostWords())
     runs = [BlockRun(first=1, place=0, num=5)]
-    layer, may_go_on = pool.layer, threading.Event()
+    layer, may_go_on = pool.layer_tensors, threading.Event()
 
-    def hang(layer_idx: int) -> tuple[Tensor, Tensor]:
+    def hang(layer_idx: int) -> tuple[Tensor, ...]:
         if layer_idx == 1:
             may_go_on.wait(30)
         return layer(layer_idx)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "layer", hang)
+        patch.setattr(pool, "layer_tensors", hang)
         patch.setattr(step_stream, "WAIT_LIMIT_S", 0.2)
         stream.start(runs)
         with pytest.raises(LaneError, match="launched no copies"):
