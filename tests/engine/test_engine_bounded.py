@@ -4,17 +4,21 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from torch import Tensor
 
 from ambidex import EngineConfig, SamplingParams
+from ambidex.attention.bounded_scan import BoundedScan, find_bounds
 from ambidex.attention.scan_rule import ScanRule
 from ambidex.core.config import DeviceKind, DTypeChoice, KVDTypeChoice
-from ambidex.core.errors import ConfigError
+from ambidex.core.errors import BoundError, ConfigError
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.policy import BoundedScores, PolicyName
 from ambidex.core.step import SelectionFigures
 from ambidex.engine.compose import build_engine, choices, lanes
 from ambidex.engine.engine import Engine
+from ambidex.runner import programs, step_lanes
 from ambidex.runner.decode import DecodeForm
+from ambidex.storage.scan_copy import ScanCopy
 from fault_runs import run, tokens
 from tiny_engine import make_engine_folder
 
@@ -213,3 +217,96 @@ def test_the_report_says_which_form_it_has_and_why(folder: Path) -> None:
 def test_the_native_form_is_refused_where_it_cannot_be_had(folder: Path) -> None:
     with pytest.raises(ConfigError, match="`bounded_scores` scan cannot be had: native CPU attention needs"):
         bounded(folder, None, 0.1, bounded_scores=BoundedScores.SCAN, block_size=8)
+
+
+VERIFIED: Final = [
+    *FORMS,
+    pytest.param(None, {**SPLIT, "dtype": DTypeChoice.BF16}, id="program, bf16"),
+    pytest.param(None, {**SPLIT, "dtype": DTypeChoice.FP16}, id="program, fp16"),
+    pytest.param(
+        DecodeForm.CAPTURED,
+        {**SPLIT, "device": DeviceKind.CUDA, "dtype": DTypeChoice.BF16, "stream_percent": 50},
+        id="cuda, scan lane",
+        marks=pytest.mark.gpu,
+    ),
+]
+
+
+def answers(engine: Engine) -> int:
+    """Run prompts; how many answers of a layer and head the steps gave."""
+    run(engine, PROMPTS * 2, GREEDY)
+    return selection(engine).num_choices
+
+
+@pytest.mark.parametrize("mass", [0.3, 0.01, 0.0])
+@pytest.mark.parametrize(("form", "settings"), VERIFIED)
+def test_verify_computes_a_sample_of_the_native_answers_again_and_finds_the_bounds_kept(
+    folder: Path, form: DecodeForm | None, settings: dict[str, Any], mass: float
+) -> None:
+    engine = bounded(folder, form, mass, verify=True, **settings)
+    assert "by the native op" in engine.report.why("compute", "policy")
+    num_answers = answers(engine)
+    figures = selection(engine)
+    assert num_answers // 61 <= figures.num_verified <= num_answers // 61 + 1
+    assert figures.num_verified > 10
+    if mass == 0.3:
+        assert 1e-3 < figures.max_error <= figures.max_error_bound
+    if form is not DecodeForm.FIXED:
+        assert engine.stats.num_replayed_steps > 10, "steps run as they do otherwise"
+
+
+@pytest.mark.usefixtures("lane_on_cpu")
+@pytest.mark.parametrize("percent", [40, 100])
+def test_verify_looks_at_what_both_lanes_answered(folder: Path, percent: int) -> None:
+    engine = bounded(folder, DecodeForm.FIXED, 0.3, **SPLIT, stream_percent=percent, verify=True)
+    assert answers(engine) > 61
+    assert selection(engine).num_verified > 10
+    assert selection(engine).max_error > 1e-3
+
+
+def test_verified_steps_give_the_tokens_of_others(folder: Path) -> None:
+    wanted, found = (
+        tokens(run(bounded(folder, None, 0.2, verify=verify, **SPLIT), PROMPTS, GREEDY)) for verify in (False, True)
+    )
+    assert found == wanted
+
+
+BROKEN: Final = r"step \d+, layer \d+, token \d+ of request \S+, head \d+: .* exact one by \S+, .* bound is \S+ "
+NOT_INT8: Final = [param for param in VERIFIED if "int8" not in str(param.id)]
+
+
+@pytest.mark.parametrize(("form", "settings"), NOT_INT8)
+def test_verify_finds_a_copy_that_is_not_what_the_cache_holds(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, form: DecodeForm | None, settings: dict[str, Any]
+) -> None:
+    make = ScanCopy.make
+
+    def broken(copy: ScanCopy, block_ids: Tensor) -> None:
+        make(copy, block_ids)
+        rows = copy.layer(1).rows
+        assert rows is not None
+        rows[:, block_ids] = -3 * rows[:, block_ids]
+
+    monkeypatch.setattr(ScanCopy, "make", broken)
+    with pytest.raises(BoundError, match=BROKEN):
+        answers(bounded(folder, form, 0.1, verify=True, **settings))
+
+
+@pytest.mark.parametrize(("form", "settings"), NOT_INT8)
+def test_verify_finds_a_copy_that_was_not_made_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, form: DecodeForm | None, settings: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(BoundedScan, "note", lambda *_: None)
+    engine = bounded(folder, form, 1e-3, verify=True, **settings)
+    with pytest.raises(BoundError, match=BROKEN):
+        run(engine, PROMPTS * 6, GREEDY)
+
+
+@pytest.mark.parametrize(("form", "settings"), VERIFIED)
+def test_verify_finds_figures_that_promise_too_much(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, form: DecodeForm | None, settings: dict[str, Any]
+) -> None:
+    for module in (programs, step_lanes):
+        monkeypatch.setattr(module, "find_bounds", lambda *args: 0.01 * find_bounds(*args))
+    with pytest.raises(BoundError, match=BROKEN):
+        answers(bounded(folder, form, 0.3, verify=True, **settings))

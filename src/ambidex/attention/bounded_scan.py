@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ambidex.attention.contexts import Context
+from ambidex.attention.scan_check import ScanCheck
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.step import BlockRef, SelectionFigures, StepPlan
@@ -39,6 +40,7 @@ class BoundedScan:
         max_mass: share of the softmax that a step may leave out, at least 0 and below 1; tiers share it.
         min_blocks: whole blocks from which a request is scanned.
         wait: waits until the accelerator has written what it was told to write into the pools.
+        check: computes a sample of the answers again; None: nobody does.
     """
 
     def __init__(
@@ -50,11 +52,13 @@ class BoundedScan:
         max_mass: float,
         min_blocks: int = MIN_SCANNED_BLOCKS,
         wait: "WaitWritten | None" = None,
+        check: ScanCheck | None = None,
     ) -> None:
         self.spec = spec
         self.copies = dict(copies)
         self.native = native
         self.max_mass = max_mass
+        self.check = check
         self._block_size = next(iter(self.copies.values())).block_size
         self._min_blocks = min_blocks
         self._wait = wait
@@ -130,12 +134,11 @@ def collect_figures(
         num_visible: keys that the B queries of one layer see.
         out_norms: [L, B, Hq], lengths of the whole answers; None: those of the tier that came last.
     """
-    arrays = [array.astype(np.float64) for array in figures.values()]
-    norms = arrays[-1][..., 3] if out_norms is None else out_norms.astype(np.float64)
-    mass = np.minimum(sum(array[..., 0] for array in arrays), 1.0)
-    bound = sum(array[..., 1] * (array[..., 2] + norms) for array in arrays)
+    mass = np.minimum(sum(array[..., 0].astype(np.float64) for array in figures.values()), 1.0)
+    bounds = find_bounds(figures, out_norms)
     num_layers, _, num_heads = mass.shape
-    num_left = num_layers * num_heads * sum(num_scanned.values()) - sum(int(array[..., 4].sum()) for array in arrays)
+    num_kept = sum(int(array[..., 4].astype(np.float64).sum()) for array in figures.values())
+    num_left = num_layers * num_heads * sum(num_scanned.values()) - num_kept
     return SelectionFigures(
         num_choices=mass.size,
         num_visible=num_layers * num_heads * num_visible,
@@ -143,8 +146,17 @@ def collect_figures(
         num_bounded=mass.size,
         sum_dropped_mass=float(mass.sum()),
         max_dropped_mass=float(mass.max(initial=0.0)),
-        max_error_bound=float(np.max(bound, initial=0.0)),
+        max_error_bound=float(np.max(bounds, initial=0.0)),
     )
+
+
+def find_bounds(
+    figures: Mapping[Tier, NDArray[np.float32]], out_norms: NDArray[np.float32] | None = None
+) -> NDArray[np.float64]:
+    """[L, B, Hq], the bounds on the norms of the answers' errors; arguments as in `collect_figures`."""
+    arrays = [array.astype(np.float64) for array in figures.values()]
+    norms = arrays[-1][..., 3] if out_norms is None else out_norms.astype(np.float64)
+    return np.sum([array[..., 1] * (array[..., 2] + norms) for array in arrays], axis=0, dtype=np.float64)
 
 
 def join_lanes(cpu: NDArray[np.float32], lane: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from ambidex.attention.handover import Handover
 from ambidex.attention.paged import PagedAttention
+from ambidex.attention.scan_check import AnswerCopies
 from ambidex.attention.scanned import ScannedAttention
 from ambidex.attention.state import merge
 from ambidex.attention.streamed import StreamedAttention
@@ -21,6 +22,7 @@ class HybridAttention:
         streamed: the stream lane; None: the CPU lane has all keys in DRAM.
         is_bounded: the CPU lane leaves out keys, by what the accelerator's own keys leave to the others.
         scanned: the scan lane, with `is_bounded` only and in place of the stream lane; None: there is none.
+        copies: where each layer leaves its queries and answers; None: nobody looks at them.
     """
 
     def __init__(
@@ -31,12 +33,14 @@ class HybridAttention:
         *,
         is_bounded: bool = False,
         scanned: ScannedAttention | None = None,
+        copies: AnswerCopies | None = None,
     ) -> None:
         self._paged = paged
         self._handover = handover
         self._streamed = streamed
         self._is_bounded = is_bounded
         self._scanned = scanned
+        self._copies = copies
         self._cpu_part: Tensor | None = None
         self._outs: list[Tensor] = []
         self._lane_figures: list[Tensor] = []
@@ -75,6 +79,8 @@ class HybridAttention:
         out = merge(state, self._handover.receive(layer_idx)).out
         if self._is_bounded:
             self._outs.append(out)
+        if self._copies is not None:
+            self._copies.keep(layer_idx, q, out)
         return out.to(q.dtype)
 
     def end(self) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ambidex.attention.bounded_scan import BoundedScan
 from ambidex.attention.contexts import Context
+from ambidex.attention.scan_check import AnswerCopies
 from ambidex.attention.state import AttentionState, merge
 from ambidex.core.ids import Tier
 from ambidex.core.model_spec import ModelSpec
@@ -66,6 +67,12 @@ class TiledInputs:
         """What it left out in the last step, [L, B, Hq, NUM_FIGURES]."""
         self.num_scanned: dict[Tier, int] = {}
         """Keys of `scanned`, all requests together."""
+        self.scanned_rows: list[int] = []
+        """The requests that they are of."""
+        self.copies: AnswerCopies | None = None
+        """Where each layer leaves its queries and answers; None: nobody looks at them."""
+        if bounded is not None and bounded.check is not None:
+            self.copies = AnswerCopies(bounded.spec, num_rows, dtype=torch.float32, device=torch.device("cpu"))
         self.num_keys: dict[int | None, dict[Tier, int]] = {}
         """Keys that the step's attention reads under each window, all requests together."""
 
@@ -90,6 +97,7 @@ class TiledInputs:
         num_scanned: Mapping[Tier, Sequence[int]] = {}
         if self.bounded is not None:
             num_scanned = self.bounded.prepare(contexts, last)
+            self.scanned_rows = np.flatnonzero(np.sum(list(num_scanned.values()), axis=0)).tolist()
             for tier, batch in self.scanned.items():
                 self.num_scanned[tier] = self._assign_scanned(batch, tier, num_scanned[tier], contexts)
         for (tier, window), batch in self.keys.items():
@@ -187,6 +195,8 @@ class TiledAttention:
             joined = merge(joined, state)
         if self._inputs.bounded is not None:
             joined = self._attend_scanned(self._inputs.bounded, layer_idx, q, joined)
+        if self._inputs.copies is not None:
+            self._inputs.copies.keep(layer_idx, q, joined.out)
         return joined.out
 
     def _attend_scanned(self, bounded: BoundedScan, layer_idx: int, q: Tensor, near: AttentionState) -> AttentionState:

@@ -44,8 +44,6 @@ def choose_bounded_form(config: EngineConfig, specs: Mapping[Tier, KVSpec], *, w
     dtypes = specs[Tier.DRAM].dtypes
     if reason is None and DType.INT4 in (dtypes.k, dtypes.v):
         reason = f"K and V in host memory are {dtypes}: it reads int8 and floating formats"
-    if reason is None and config.verify:
-        reason = "`verify` computes outputs again, which the reference form alone can do"
     if reason is None:
         return BoundedForm(is_native=True, why="keys in host memory are scanned in 8 bits by the native op")
     if scores is BoundedScores.SCAN:

@@ -116,7 +116,7 @@ class DecodeSteps:
             chosen=self._step.chosen[: len(requests)],
             lane_bytes=lambda: self._lanes.lane_bytes(num_rows),
             is_replayed=is_replayed,
-            selection=(lambda: self._lanes.selection(len(requests), num_rows)) if self._lanes.is_bounded else None,
+            selection=(lambda: self._lanes.selection(requests, num_rows)) if self._lanes.is_bounded else None,
             lane_seconds=None if self._times is None else self._times.read,
         )
 

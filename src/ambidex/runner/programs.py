@@ -8,7 +8,7 @@ cannot be recorded, programs are given up with one warning, and every step takes
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ambidex.attention.bounded_scan import BoundedScan, collect_figures, scanned_bytes
+from ambidex.attention.bounded_scan import BoundedScan, collect_figures, find_bounds, scanned_bytes
 from ambidex.attention.contexts import Contexts
 from ambidex.attention.tiled_step import TiledAttention, TiledInputs, find_positions
 from ambidex.core.errors import UnrecordableError
@@ -115,7 +115,7 @@ class ProgramSteps:
             chosen=recorded.chosen,
             lane_bytes=lambda: self._lane_bytes(inputs, tiers),
             is_replayed=is_replayed,
-            selection=None if self._bounded is None else lambda: self._selection(inputs, tiers, positions),
+            selection=None if self._bounded is None else lambda: self._selection(requests, inputs, tiers, positions),
         )
 
     def try_launch(self, requests: Sequence[ScheduledRequest]) -> None:
@@ -156,9 +156,21 @@ class ProgramSteps:
         self._recorded[inputs.num_rows, tuple(tiers)] = recorded
         return recorded
 
-    def _selection(self, inputs: TiledInputs, tiers: Sequence[Tier], positions: NDArray[np.int64]) -> SelectionFigures:
+    def _selection(
+        self,
+        requests: Sequence[ScheduledRequest],
+        inputs: TiledInputs,
+        tiers: Sequence[Tier],
+        positions: NDArray[np.int64],
+    ) -> SelectionFigures:
         figures = {tier: inputs.figures[tier].numpy() for tier in tiers}
-        return collect_figures(figures, inputs.num_scanned, int(positions.sum()) + len(positions))
+        found = collect_figures(figures, inputs.num_scanned, int(positions.sum()) + len(positions))
+        if self._bounded is None or self._bounded.check is None or inputs.copies is None:
+            return found
+        num_verified, max_error = self._bounded.check.check(
+            requests, inputs.scanned_rows, inputs.copies, find_bounds(figures)
+        )
+        return replace(found, num_verified=num_verified, max_error=max_error)
 
     def _lane_bytes(self, inputs: TiledInputs, tiers: Sequence[Tier]) -> dict[Lane, int]:
         """Bytes of K and V that each lane read in the step."""

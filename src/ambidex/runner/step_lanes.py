@@ -11,23 +11,24 @@ Buffers are made when a step of so many rows first needs them.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from ambidex.attention.bounded_scan import BoundedScan, collect_figures, join_lanes, scanned_bytes
+from ambidex.attention.bounded_scan import BoundedScan, collect_figures, find_bounds, join_lanes, scanned_bytes
 from ambidex.attention.decode_batch import DecodeBatch
 from ambidex.attention.decode_inputs import DecodeInputs, DecodeRows
 from ambidex.attention.handover import Handover
 from ambidex.attention.hybrid import HybridAttention
 from ambidex.attention.paged import PagedAttention
+from ambidex.attention.scan_check import AnswerCopies
 from ambidex.attention.scan_rule import ScanAlways, ScanRule
 from ambidex.attention.scanned import ScanLane, ScannedAttention
 from ambidex.attention.streamed import LaneBalance, StreamedAttention
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.selection import ShareDecision
-from ambidex.core.step import SelectionFigures
+from ambidex.core.step import ScheduledRequest, SelectionFigures
 from ambidex.kernels.cpu.native import KeyBatch, ThreadPool
 from ambidex.kernels.cpu.recorded import Arena
 from ambidex.mlp.handover import WeightHandover
@@ -87,6 +88,7 @@ class StepLanes:
         self._clock = settings.clock
         self._handovers: dict[tuple[int, bool], Handover] = {}  # by rows, and whether keys are scanned
         self._empty_batches: dict[int, KeyBatch] = {}
+        self._copies: dict[int, AnswerCopies] = {}
         self._bounded = settings.bounded
         self._scan_rule = scan_rule
         self._scan_lane = scan_lane
@@ -236,17 +238,31 @@ class StepLanes:
         """The attention of a step with keys in DRAM."""
         if self.batch.is_scanned:
             scanned = ScannedAttention(self._scan_lane, rows) if self._scan_lane is not None else None
-            return HybridAttention(paged, keys, None, is_bounded=True, scanned=scanned)
+            return HybridAttention(paged, keys, None, is_bounded=True, scanned=scanned, copies=self._copies_of(rows))
         streamed = StreamedAttention(self._spec, self._stream, rows) if self._stream is not None else None
         return HybridAttention(paged, keys, streamed)
+
+    def _copies_of(self, rows: DecodeRows) -> AnswerCopies | None:
+        """Where the layers of a step leave what is checked; None: nothing is."""
+        if self._bounded is None or self._bounded.check is None:
+            return None
+        num_rows, pool = len(rows.token_ids), self._pools[Tier.GPU]
+        if num_rows not in self._copies:
+            self._copies[num_rows] = AnswerCopies(self._spec, num_rows, dtype=pool.k.dtype, device=pool.device)
+        return self._copies[num_rows]
 
     def handing_over(self, host: HostAnswers | None) -> AbstractContextManager[None]:
         if self.weights is None or host is None or host.weights is None:
             return nullcontext()
         return self.weights.handing_over(host.weights.begin)
 
-    def selection(self, num_requests: int, num_rows: int) -> SelectionFigures:
-        """What the lanes of DRAM left out in the last step."""
+    def selection(self, requests: Sequence[ScheduledRequest], num_rows: int) -> SelectionFigures:
+        """What the lanes of DRAM left out in the last step, which was of these requests.
+
+        Raises:
+            BoundError: an answer was computed again and differs by more than its bound.
+        """
+        num_requests = len(requests)
         by_tier = self.batch.num_keys[None]
         num_visible = sum(by_tier.values()) + self.batch.num_streamed
         if not self.batch.is_scanned:
@@ -261,7 +277,14 @@ class StepLanes:
             lane_figures = handover.lane_figures[:, :num_requests].numpy()
             figures[Tier.DRAM] = join_lanes(figures[Tier.DRAM], lane_figures)
         num_scanned = {Tier.DRAM: by_tier[Tier.DRAM] + self.batch.num_streamed}
-        return collect_figures(figures, num_scanned, num_visible, handover.out_norms[:, :num_requests].numpy())
+        out_norms = handover.out_norms[:, :num_requests].numpy()
+        found = collect_figures(figures, num_scanned, num_visible, out_norms)
+        if self._bounded is None or self._bounded.check is None:
+            return found
+        num_verified, max_error = self._bounded.check.check(
+            requests, range(num_requests), self._copies[num_rows], find_bounds(figures, out_norms)
+        )
+        return replace(found, num_verified=num_verified, max_error=max_error)
 
     def lane_bytes(self, num_rows: int) -> dict[Lane, int]:
         """Bytes of K and V that each lane read in the step."""

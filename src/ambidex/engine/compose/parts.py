@@ -13,6 +13,7 @@ from ambidex.attention.early_decode import EarlyDecode
 from ambidex.attention.paced import PacedReader
 from ambidex.attention.readers import Reader
 from ambidex.attention.row_store import RowStore
+from ambidex.attention.scan_check import ScanCheck
 from ambidex.attention.select.policy import Need
 from ambidex.attention.select.registry import make_policy
 from ambidex.attention.selective import SelectiveAttention
@@ -57,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 CHOICES_PER_VERIFIED: Final = 61
 """With --verify, one of so many choices of the bounded policy is computed again over all keys: a prime, so that each
-layer of a model comes up in turn."""
+layer of a model comes up in turn. In the native form a choice is that of one query head."""
 
 
 def make_decode_steps(
@@ -175,7 +176,9 @@ def make_feedback(choices: Choices, tell: Callable[[Decision], None] | None) -> 
     )
 
 
-def make_bounded(choices: Choices, pools: Mapping[Tier, KVPool], min_scanned: int | None) -> BoundedScan | None:
+def make_bounded(
+    config: EngineConfig, choices: Choices, pools: Mapping[Tier, KVPool], min_scanned: int | None
+) -> BoundedScan | None:
     """The bounded policy in its native form; None: another policy, the reference form, or no pool that it reads."""
     settings = choices.policy.settings
     tiled = {tier: pool for tier, pool in pools.items() if isinstance(pool, TiledKVPool) and pool.num_blocks}
@@ -183,6 +186,8 @@ def make_bounded(choices: Choices, pools: Mapping[Tier, KVPool], min_scanned: in
         return None
     assert settings.max_dropped_mass is not None, "settings of bounded"
     native_pool = BoundedPool(choices.threads)
+    near_tier = None if choices.decode_form is DecodeForm.PROGRAM else Tier.GPU
+    check = ScanCheck(choices.spec, pools, every=CHOICES_PER_VERIFIED, near_tier=near_tier)
     return BoundedScan(
         choices.spec,
         {tier: ScanCopy(pool, native_pool) for tier, pool in tiled.items()},
@@ -190,6 +195,7 @@ def make_bounded(choices: Choices, pools: Mapping[Tier, KVPool], min_scanned: in
         max_mass=settings.max_dropped_mass,
         min_blocks=min_scanned or MIN_SCANNED_BLOCKS,
         wait=WaitWritten(choices.device) if choices.device.type == "cuda" else None,
+        check=check if config.verify else None,
     )
 
 

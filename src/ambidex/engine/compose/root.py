@@ -153,7 +153,7 @@ def build_engine(
         restore=sessions.restore if sessions is not None else None,
     )
     stream = choose_stream(config, choices, pools)
-    bounded = make_bounded(choices, pools, min_scanned)
+    bounded = make_bounded(config, choices, pools, min_scanned)
     scan = choose_scan(choices, bounded, stream, min_scanned, host_memory)
     decode_steps = make_decode_steps(
         config, choices, model, pools, forward, stream, capture, divided, bounded, scan, clock, tell
