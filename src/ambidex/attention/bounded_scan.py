@@ -156,7 +156,8 @@ def find_bounds(
     """[L, B, Hq], the bounds on the norms of the answers' errors; arguments as in `collect_figures`."""
     arrays = [array.astype(np.float64) for array in figures.values()]
     norms = arrays[-1][..., 3] if out_norms is None else out_norms.astype(np.float64)
-    return np.sum([array[..., 1] * (array[..., 2] + norms) for array in arrays], axis=0, dtype=np.float64)
+    bounds: NDArray[np.float64] = np.sum([array[..., 1] * (array[..., 2] + norms) for array in arrays], axis=0)
+    return bounds
 
 
 def join_lanes(cpu: NDArray[np.float32], lane: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -25,8 +25,8 @@ from ambidex.storage.row_format import TORCH_DTYPES
 FP32_SHARE: Final = 1e-4
 """Of the longest value: what scores and sums in fp32 take from an answer; the tests of the op allow as much."""
 
-NUM_ROUNDINGS: Final = 3
-"""Of 16 bits in exact attention: of the weights, which moves their sum, too, and of the answer."""
+LARGEST_INTEGER: Final = 32512
+"""Exact attention over int8 multiplies it with integers up to this one, under a factor (`csrc/ops/products-inl.h`)."""
 
 
 class AnswerCopies:
@@ -57,7 +57,7 @@ class ScanCheck:
         spec: heads and head_dim (the scale is head_dim ** -0.5).
         pools: of both tiers.
         every: at least 1; a prime walks over the layers and heads.
-        near_tier: whose keys are attended exactly; None: those of the newest block are.
+        near_tier: the accelerator's, whose keys are attended exactly; None: the CPU attends those of the newest block.
     """
 
     def __init__(
@@ -127,18 +127,29 @@ class ScanCheck:
         scores = k @ q.double() * scale
         probs = scores.softmax(0)
         out: Tensor = probs @ v
+        return out, self._rounding(request, q, k, v, probs, is_near)
+
+    def _rounding(
+        self, request: ScheduledRequest, q: Tensor, k: Tensor, v: Tensor, probs: Tensor, is_near: Tensor
+    ) -> float:
+        """What rounding may take from an answer, beside what the bound is of.
+
+        Exact attention on a CPU rounds queries and weights where its keys are bf16 or int8, in the newest block alone;
+        kernels on the accelerator round all their weights to the numbers of V.
+        """
         lengths = v.norm(dim=1)
-        near_dtypes = self._pools[self._near_tier or request.blocks[-1].tier].spec.dtypes
-        # Exact attention rounds q to the numbers of K that it reads, at most.
-        near_scores = k @ _rounded(q, near_dtypes.k) * scale
-        plain = torch.where(is_near, near_scores, scores).softmax(0) @ v
-        rounding = FP32_SHARE * float(lengths.max()) + 2 * float((plain - out).norm())
-        if near_dtypes.v is DType.INT8:  # and the weights of a block, times the scales of V, to 8 bits
-            rounding += 2 * _step_error(probs[is_near], v[is_near])
-        elif near_dtypes.v is not DType.FP32:
-            unit = torch.finfo(TORCH_DTYPES[near_dtypes.v]).eps / 2
-            rounding += NUM_ROUNDINGS * unit * float(probs @ lengths)
-        return out, rounding
+        rounding = FP32_SHARE * float(lengths.max())
+        dtypes = self._pools[self._near_tier or request.blocks[-1].tier].spec.dtypes
+        if self._near_tier is not None:
+            return rounding + 2 * _unit(dtypes.v) * float(probs @ lengths)
+        shifts = torch.where(is_near, k @ (_rounded(q, dtypes.k) - q.double()), 0.0) * self._spec.head_dim**-0.5
+        weights = probs * shifts.exp()
+        rounding += 2 * float((weights @ v / weights.sum() - probs @ v).norm())
+        if dtypes.v is DType.INT8:
+            return rounding + 2 * _integer_error(probs[is_near], v[is_near])
+        if dtypes.v is DType.BF16:
+            rounding += 2 * _unit(DType.BF16) * float(probs[is_near] @ lengths[is_near])
+        return rounding
 
     def _read(self, request: ScheduledRequest, layer_idx: int, kv_head: int) -> tuple[Tensor, Tensor, Tensor]:
         """K and V [S, D] of a KV head in fp64 on the host, in any order, and which keys are attended exactly [S]."""
@@ -161,16 +172,21 @@ class ScanCheck:
         return torch.cat(parts[KVPart.K]), torch.cat(parts[KVPart.V]), torch.cat(is_near)
 
 
+def _unit(dtype: DType) -> float:
+    """The largest share of itself that a number loses when it is rounded; 0 for fp32, which is allowed for apart."""
+    return 0.0 if dtype is DType.FP32 else torch.finfo(TORCH_DTYPES[dtype]).eps / 2
+
+
 def _rounded(q: Tensor, dtype: DType) -> Tensor:
-    """A query [D] in the numbers of K, as fp64; with int8 in 8 bits under one scale."""
+    """A query [D] as it is multiplied with keys on a CPU, in fp64."""
     if dtype is DType.INT8:
-        step = q.double().abs().max().clamp_min(1e-30) / 127
+        step = q.double().abs().max().clamp_min(1e-30) / LARGEST_INTEGER
         return (q.double() / step).round() * step
-    return q.to(TORCH_DTYPES[dtype]).double()
+    return q.bfloat16().double() if dtype is DType.BF16 else q.double()
 
 
-def _step_error(probs: Tensor, v: Tensor) -> float:
-    """What an answer may lose where each weight [S], times the scale of its value [S, D], is a number of 8 bits."""
+def _integer_error(probs: Tensor, v: Tensor) -> float:
+    """What an answer may lose where weights [S], times the scales of values [S, D] in int8, are integers."""
     scales = v.abs().amax(1) / 127
-    step = float((probs * scales).max()) / 127
+    step = float((probs * scales).max()) / LARGEST_INTEGER
     return step / 2 * float((v.norm(dim=1) / scales.clamp_min(1e-30)).sum())
