@@ -224,7 +224,7 @@ VERIFIED: Final = [
     pytest.param(None, {**SPLIT, "dtype": DTypeChoice.BF16}, id="program, bf16"),
     pytest.param(None, {**SPLIT, "dtype": DTypeChoice.FP16}, id="program, fp16"),
     pytest.param(
-        DecodeForm.CAPTURED,
+        None,
         {**SPLIT, "device": DeviceKind.CUDA, "dtype": DTypeChoice.BF16, "stream_percent": 50},
         id="cuda, scan lane",
         marks=pytest.mark.gpu,
