@@ -241,7 +241,7 @@ class LinearPool:
         ValueError: sizes do not fit each other.
     """
 
-    def __init__(self, threads: ThreadPool) -> None: ...
+    def __init__(self, threads: ThreadPool, *, tiles_quantized: bool = False) -> None: ...
     def multiply(
         self,
         matrices: Matrices,

@@ -16,6 +16,7 @@ from ambidex.core.policy import LANE_PRESETS, PolicyName
 from ambidex.core.request import MAX_LOGPROBS
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
+from ambidex.engine.lane_preset import follow_preset
 from ambidex.engine.outputs import RequestOutput
 from ambidex.models.divided import RingSizes
 from ambidex.runner.decode import DecodeForm
@@ -152,6 +153,21 @@ def test_without_a_gpu_flexgen_says_that_there_is_no_link(tmp_path: Path, caplog
     assert engine.stats.fallbacks[Fallback.NO_LINK] == 1
     assert caplog.text.count("policy flexgen moves keys in DRAM to a GPU in every step, and there is no GPU") == 1
     assert Fallback.NO_LINK not in build(folder, "moe_lightning").stats.fallbacks
+
+
+def test_beside_a_gpu_flexgen_reads_all_keys_over_the_link_and_moe_lightning_none() -> None:
+    config = EngineConfig(model="m", num_sink_tokens=4)
+    followed = {
+        name: follow_preset(replace(config, policy=PolicyName(name)), has_link=True) for name in ("exact", *NAMES)
+    }
+    assert {name: own.stream_percent for name, own in followed.items()} == {
+        "exact": None, "flexgen": 100, "moe_lightning": 0,
+    }  # fmt: skip
+    assert [own.recent_window for own in followed.values()] == [None, 0, 0], "all whole blocks lie in DRAM"
+    assert all(own.num_sink_tokens == 4 for own in followed.values())
+    asked = replace(config, policy=PolicyName.FLEXGEN, recent_window=512)
+    assert follow_preset(asked, has_link=True).recent_window == 512
+    assert follow_preset(asked, has_link=False).stream_percent is None, "without a GPU nobody reads over a link"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from ambidex.compare.cells import Cell, CellKind
 from ambidex.compare.folder import Line
-from ambidex.core.policy import PolicyName
+from ambidex.core.policy import LANE_PRESETS, PolicyName
 from ambidex.core.units import format_size
 from ambidex.runner.decode import DecodeForm
 
@@ -111,19 +111,22 @@ def quality_cells(quality: Mapping[str, Any] | None) -> list[str]:
 
 
 def find_entries(lines: Sequence[Line]) -> list[Entry]:
-    """Speeds that were measured, in the order of their lines."""
+    """Speeds that were measured, in the order of their lines. A method that attends all keys has the quality of `exact`
+    where its own was not measured."""
     cells = [(Cell.of(line["cell"]), line) for line in lines if line["status"] == "done"]
     quality = {
         (cell.engine, cell.model, cell.variant, cell.context): line["figures"]
         for cell, line in cells
         if cell.kind is CellKind.QUALITY
     }
+
+    def find(cell: Cell) -> Mapping[str, Any] | None:
+        names = [cell.variant, *([PolicyName.EXACT] if cell.variant.split(":")[0] in LANE_PRESETS else [])]
+        found = (quality.get((cell.engine, cell.model, name, cell.context)) for name in names)
+        return next((figures for figures in found if figures is not None), None)
+
     return [
-        Entry(
-            cell=cell,
-            speed=line["figures"],
-            quality=quality.get((cell.engine, cell.model, cell.variant, cell.context)),
-        )
+        Entry(cell=cell, speed=line["figures"], quality=find(cell))
         for cell, line in cells
         if cell.kind is CellKind.SPEED
     ]

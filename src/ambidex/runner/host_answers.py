@@ -82,6 +82,10 @@ class HostAnswers:
             if not is_done:
                 self.release()
 
+    def describe(self) -> str:
+        """How far both sides are, for people."""
+        return "; ".join(handover.describe() for handover in (self.weights, self.keys) if handover is not None)
+
     def release(self) -> None:
         """End all waits of both sides."""
         for handover in (self.keys, self.weights):

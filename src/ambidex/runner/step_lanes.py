@@ -190,7 +190,7 @@ class StepLanes:
             is_recorded = self.weights.is_native(num_rows)
             pool = self._pools[Tier.GPU]
             self._weight_handovers[num_rows] = WeightHandover(
-                [place.side for place in self.weights.places(num_rows)],
+                self.weights.places(num_rows),
                 num_rows,
                 dtype=self.weights.dtype,
                 device=pool.device,

@@ -10,7 +10,9 @@ it launches is the same in each step. The copies are not part of it; a thread of
 
 NOTE: loading a kernel waits for all streams of the device. Were one loaded while the copies wait for a layer whose end
 is not launched yet, neither would go on. So a step that may load kernels, the first of its kind, is `inline`: its
-copies stand in the accelerator's own stream, and nobody waits for a word.
+copies stand in the accelerator's own stream, and nobody waits for a word. Nor are copies launched that wait for a step
+which the driver has not taken yet: a stream that waits takes so many launches (about a thousand, and a layer of many
+requests may have hundreds), then the next one holds up its thread, which must not be what the step's launch waits for.
 """
 
 import queue
@@ -32,7 +34,7 @@ from ambidex.kernels.cpu.native import WORD_STRIDE
 from ambidex.kernels.cuda import copy2d
 from ambidex.storage.side_stream import SideStream
 from ambidex.storage.tiled_pool import TiledKVPool
-from ambidex.storage.words import WAIT_LIMIT_S, Words
+from ambidex.storage.words import WAIT_LIMIT_S, Words, naming
 
 LEAST_COPY_BYTES: Final = 256 * 1024
 """Bytes of a copy (consecutive blocks of all heads) from which the copy engine brings them, on average over a step's;
@@ -107,11 +109,13 @@ class StepStream:
         threading.Thread(target=_work, args=(self._jobs,), name="ambidex-stream-lane", daemon=True).start()
         weakref.finalize(self, self._jobs.put, None)
 
-    def start(self, runs: Sequence[BlockRun]) -> None:
+    def start(self, runs: Sequence[BlockRun], launched: threading.Event | None = None) -> None:
         """Begin to bring a step's blocks, the same in each layer; returns at once.
 
         The accelerator has come to the end of the last step: nobody waits for a word.
 
+        Args:
+            launched: is set when the driver has taken the step; None: it waits for nothing of this stream's.
         Raises:
             LaneError: the last step's copies have not come to their end.
         """
@@ -123,7 +127,7 @@ class StepStream:
             return
         self._host_flags[0] = 0
         self._idle.clear()
-        self._jobs.put(lambda: self._send_all(tuple(runs)))
+        self._jobs.put(lambda: self._send_all(tuple(runs), launched))
 
     def finish(self) -> None:
         """Wait until all copies of the step are launched.
@@ -162,7 +166,8 @@ class StepStream:
     def wait(self, layer_idx: int) -> None:
         """Launch: wait until a layer's blocks have arrived."""
         if self._inline is None:
-            self._words.wait(self._flags[0, layer_idx, :1])
+            with naming(f"the stream lane, keys in DRAM, layer {layer_idx}"):
+                self._words.wait(self._flags[0, layer_idx, :1])
             return
         for source, to in zip(self._pool.layer_tensors(layer_idx), self.layer(layer_idx), strict=True):
             self._inline(source, to)
@@ -172,12 +177,14 @@ class StepStream:
         if self._inline is None:
             self._words.write(self._flags[1, layer_idx, :1])
 
-    def _send_all(self, runs: Sequence[BlockRun]) -> None:
+    def _send_all(self, runs: Sequence[BlockRun], launched: threading.Event | None) -> None:
         """In the thread: launch the copies of all layers."""
         try:
             send = self._find_way(runs)
             with self._copies.active():
                 for layer_idx in range(len(self._pool.k)):
+                    if layer_idx == STEP_BUFFERS and launched is not None and not launched.wait(WAIT_LIMIT_S):
+                        raise LaneError(f"the step was not launched within {WAIT_LIMIT_S:.0f} s")
                     if layer_idx >= STEP_BUFFERS:
                         self._words.wait(self._flags[1, layer_idx - STEP_BUFFERS, :1])
                     for source, to in zip(self._pool.layer_tensors(layer_idx), self.layer(layer_idx), strict=True):

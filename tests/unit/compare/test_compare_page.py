@@ -69,6 +69,14 @@ def test_speeds_stand_beside_the_quality_of_their_context() -> None:
     assert rows["exact", 1024, 1][14:16] == ["gpu 1.0 KiB", "gpu 4.0 KiB, dram 2.0 KiB"]
 
 
+def test_method_that_attends_all_keys_stands_beside_the_quality_of_exact() -> None:
+    lines = [speed("flexgen", 1024, 1, 0.1), speed("flexgen", 2048, 1, 0.2), quality("exact", 1024, 0.97)]
+    assert [entry.top1_equal for entry in find_entries(lines)] == [0.97, None]
+    assert [entry.top1_equal for entry in find_entries([*lines, quality("flexgen", 1024, 0.99)])] == [0.99, None]
+    dropping, *_ = find_entries([speed("h2o", 1024, 1, 0.1), *lines])
+    assert dropping.top1_equal is None
+
+
 def test_page_has_tables_plots_and_failures_and_nothing_unescaped() -> None:
     html = make_html(LINES)
     for begin in [place for place in range(len(html)) if html.startswith("<svg", place)]:

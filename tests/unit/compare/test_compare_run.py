@@ -136,6 +136,16 @@ def test_spans_are_of_the_last_full_steps() -> None:
     ]  # fmt: skip
 
 
+def test_model_that_a_policy_cannot_serve_fails_its_cells_with_the_reason(tmp_path: Path) -> None:
+    windows = make_engine_folder(tmp_path, "mistral")
+    cells = [make_cell(CellKind.SPEED, windows, context=context, batch=1) for context in (40, 60)]
+    config = EngineConfig(model=str(windows), policy=PolicyName.H2O, **SETTINGS)
+    outcomes = list(measure_group(config, cells, text=WORDS, cell_timeout_s=120.0))
+    assert [cell for cell, _ in outcomes] == cells
+    assert [outcome["status"] for _, outcome in outcomes] == ["failed", "failed"]
+    assert all("`policy` h2o cannot serve this mistral model" in outcome["reason"] for _, outcome in outcomes)
+
+
 def test_cell_that_takes_too_long_fails_and_its_worker_ends(folder: Path) -> None:
     cell = make_cell(CellKind.SPEED, folder)
     config = EngineConfig(model=str(folder), **SETTINGS)

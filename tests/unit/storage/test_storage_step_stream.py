@@ -189,6 +189,47 @@ def test_a_step_that_breaks_off_before_it_is_launched_holds_up_no_copies_and_the
     check(pool, runs, run_step(stream))
 
 
+def test_copies_that_wait_for_a_step_are_launched_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool("cpu")
+    stream = StepStream(pool, MOST, torch.device("cpu"), HostWords())
+    runs, launched, asked = [BlockRun(first=1, place=0, num=5)], threading.Event(), []
+    layer, is_there = pool.layer, threading.Event()
+
+    def note(layer_idx: int) -> tuple[Tensor, Tensor]:
+        asked.append(layer_idx)
+        if layer_idx == STEP_BUFFERS - 1:
+            is_there.set()
+        return layer(layer_idx)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "layer", note)
+        stream.start(runs, launched)
+        assert is_there.wait(30), "the first copies wait for nothing"
+        for layer_idx in range(STEP_BUFFERS):
+            stream.wait(layer_idx)
+            stream.free(layer_idx)
+        assert asked == list(range(STEP_BUFFERS))
+        launched.set()
+        for layer_idx in range(STEP_BUFFERS, NUM_LAYERS):
+            stream.wait(layer_idx)
+            stream.free(layer_idx)
+        stream.finish()
+    assert asked == list(range(NUM_LAYERS))
+
+
+def test_a_step_that_is_never_launched_ends_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_stream, "WAIT_LIMIT_S", 0.1)
+    pool = make_pool("cpu")
+    stream = StepStream(pool, MOST, torch.device("cpu"), HostWords())
+    runs = [BlockRun(first=1, place=0, num=5)]
+    stream.start(runs, threading.Event())
+    stream._idle.wait(30)
+    with pytest.raises(LaneError, match="the step was not launched within 0 s"):
+        stream.finish()
+    stream.start(runs)
+    check(pool, runs, run_step(stream))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_inline_step_needs_no_words(device: str) -> None:
     pool = make_pool(device)

@@ -71,13 +71,15 @@ class LinearPool:
 
     Args:
         threads: who computes; calls with the same threads run one after the other.
+        tiles_quantized: 4-bit weights are multiplied in AMX tiles, if the processor has them, for a benchmark to
+            compare; each number of x is then one or two of bf16, off by at most 2^-16 of it.
     Raises:
         NativeModuleError: the compiled module is missing or does not load.
     """
 
-    def __init__(self, threads: native.ThreadPool) -> None:
+    def __init__(self, threads: native.ThreadPool, *, tiles_quantized: bool = False) -> None:
         check_loaded()
-        self._native = _native.LinearPool(threads.native)
+        self._native = _native.LinearPool(threads.native, tiles_quantized=tiles_quantized)
 
     def multiply(
         self, matrices: Matrices, x: Tensor, *, residual: Tensor | None = None, isa: str | None = None
