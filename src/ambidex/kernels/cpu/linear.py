@@ -68,8 +68,8 @@ def _bind(weights: Sequence[Weight], biases: list[npt.NDArray[np.generic] | None
 
 
 LEAST_TILED_TOKENS: Final = 8
-"""Measured on 16 cores with AMX, Q4_0 and Q4_K, 15 threads: tiles read 34 to 93 GB/s of weights for one token where vectors read
-102 to 116; for 8 tokens 56 to 84 against 55 to 67, for 16 49 to 64 against 28 to 34."""
+"""Measured on 16 cores with AMX, Q4_0 and Q4_K, 15 threads: tiles read 34 to 93 GB/s of weights for one token where
+vectors read 102 to 116; for 8 tokens 56 to 84 against 55 to 67, for 16 49 to 64 against 28 to 34."""
 
 
 class LinearPool:
