@@ -168,7 +168,7 @@ def measure(case: Case, threads: native.ThreadPool, memory: Tensor) -> dict[str,
     part = memory if case.tokens == 1 else memory[: memory.numel() // 4]
     ceiling = read_rate(threads, part, num_runs=2)
     weights = cut(part, case)
-    pool = LinearPool(threads, tiles_quantized=case.tiles)
+    pool = LinearPool(threads, tiles_from=1 if case.tiles else None)
     x = torch.randn(case.tokens, case.num_in)
     if case.rounds_x:
         x = x.bfloat16().float()

@@ -194,11 +194,10 @@ class DecodeSteps:
             with self._watch.watching(what, describe=host.describe, release=release) as step:
                 if stream is not None:
                     stream.start(self._batch.stream_runs, launched)
-                replay()
-                launched.set()
-                step.mark_launched()
-                host.mark_launched()
-                host.answer(batches)
+                with host.answering_replay(batches):
+                    replay()
+                    launched.set()
+                    step.mark_launched()
                 if stream is not None:
                     stream.finish()
         except BaseException:  # the other sides wait for what is not launched or not answered any more

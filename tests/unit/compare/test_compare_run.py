@@ -113,7 +113,7 @@ def test_cells_of_each_policy_are_measured_on_a_gpu(folder: Path, policy: Policy
         if kind is CellKind.QUALITY:
             agreements = [line["figures"]["agreement"] for line in lines]
             assert all(agreement["num_tokens"] == 8 and agreement["perplexity"] > 1 for agreement in agreements)
-        else:
+        elif policy not in (PolicyName.H2O, PolicyName.QINFER_WINDOWS):  # they keep a fifth, which the GPU holds
             lanes = [line["figures"]["lane_bytes"] for line in lines]
             assert all(sum(size for lane, size in own_lanes.items() if lane != "gpu") > 0 for own_lanes in lanes)
 
