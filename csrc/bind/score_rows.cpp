@@ -5,14 +5,18 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
 #include <cmath>
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "bind/arrays.h"
 #include "ops/score_rows.h"
+#include "ops/score_thread.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -26,10 +30,14 @@ Number find_float(const char* name, std::string_view number) {
   return found;
 }
 
-void bind_score(ScorePool& self, const ConstBytes<3>& q, std::string_view q_number,
-                const std::vector<ConstBytes<3>>& keys, const std::vector<std::size_t>& num_keys,
-                std::string_view number, float scale, const Bytes<1>& scores, std::string_view scores_number,
-                std::optional<std::string_view> isa) {
+struct Checked {
+  ScoreForm form;
+  std::vector<ScoreCall> calls;
+};
+
+Checked check_score(const ConstBytes<3>& q, std::string_view q_number,
+                    const std::vector<ConstBytes<3>>& keys, const std::vector<std::size_t>& num_keys,
+                    std::string_view number, float scale, const Bytes<1>& scores, std::string_view scores_number) {
   ScoreForm form{};
   form.q_number = find_float("q", q_number);
   form.number = find_float("keys", number);
@@ -66,10 +74,43 @@ void bind_score(ScorePool& self, const ConstBytes<3>& q, std::string_view q_numb
                      static_cast<char*>(scores.data()) + place * size_of(form.scores_number)});
     place += num_scores;
   }
+  return {form, std::move(calls)};
+}
+
+void bind_score(ScorePool& self, const ConstBytes<3>& q, std::string_view q_number,
+                const std::vector<ConstBytes<3>>& keys, const std::vector<std::size_t>& num_keys,
+                std::string_view number, float scale, const Bytes<1>& scores, std::string_view scores_number,
+                std::optional<std::string_view> isa) {
+  const Checked checked = check_score(q, q_number, keys, num_keys, number, scale, scores, scores_number);
   const Isa chosen = choose_isa(isa);
   nb::gil_scoped_release release;
-  self.score_rows(chosen, form, calls);
+  self.score_rows(chosen, checked.form, checked.calls);
 }
+
+std::uint64_t bind_ask(ScoreThread& self, const ConstBytes<3>& q, std::string_view q_number,
+                       const std::vector<ConstBytes<3>>& keys, const std::vector<std::size_t>& num_keys,
+                       std::string_view number, float scale, const Bytes<1>& scores, std::string_view scores_number,
+                       const std::optional<Array<const std::int32_t, 1>>& word) {
+  Checked checked = check_score(q, q_number, keys, num_keys, number, scale, scores, scores_number);
+  if (word) AMBIDEX_CHECK(word->shape(0) >= 1, "word: expected one, got none");
+  return self.ask({checked.form, std::move(checked.calls), word ? word->data() : nullptr});
+}
+
+nb::tuple bind_wait(ScoreThread& self, std::uint64_t number) {
+  ScoreThread::Answer answer{};
+  {
+    nb::gil_scoped_release release;
+    answer = self.wait(number);
+  }
+  return nb::make_tuple(answer.is_answered, answer.begin_s, answer.end_s);
+}
+
+void make_thread(ScoreThread* self, ScorePool& pool, double limit_s, double spin_s) {
+  using std::chrono::microseconds;
+  new (self) ScoreThread(pool, best_isa(), microseconds(static_cast<std::int64_t>(limit_s * 1e6)),
+                         microseconds(static_cast<std::int64_t>(spin_s * 1e6)));
+}
+
 
 }  // namespace
 
@@ -78,6 +119,11 @@ void bind_score_rows(nb::module_& m) {
       .def(nb::init<ThreadPool&>(), "threads"_a, nb::keep_alive<1, 2>())
       .def("score_rows", &bind_score, "q"_a.noconvert(), "q_number"_a, "keys"_a, "num_keys"_a, "number"_a, "scale"_a,
            "scores"_a.noconvert(), "scores_number"_a, nb::kw_only(), "isa"_a = nb::none());
+  nb::class_<ScoreThread>(m, "ScoreThread")
+      .def("__init__", &make_thread, "pool"_a, "limit_s"_a, "spin_s"_a, nb::keep_alive<1, 2>())
+      .def("ask", &bind_ask, "q"_a.noconvert(), "q_number"_a, "keys"_a, "num_keys"_a, "number"_a, "scale"_a,
+           "scores"_a.noconvert(), "scores_number"_a, "word"_a.noconvert().none())
+      .def("wait", &bind_wait, "number"_a);
 }
 
 }  // namespace ambidex

@@ -1,10 +1,12 @@
-"""Scores of queries over keys that lie row after row in host memory: one native call for all requests of a step.
+"""Scores of queries over keys that lie row after row in host memory: one native call for all requests of a step, made
+by the caller or by a native thread that waits for the queries.
 
 A product of 16-bit matrices by torch costs many times what the memory gives, and its threads sleep between calls.
 """
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +47,7 @@ class ScorePool:
 
     def __init__(self, threads: ThreadPool) -> None:
         check_loaded()
-        self._native = _native.ScorePool(threads.native)
+        self.native = _native.ScorePool(threads.native)
 
     def score_rows(
         self,
@@ -73,12 +75,79 @@ class ScorePool:
         """
         if not keys:
             return
-        if any(part.number != keys[0].number for part in keys):
-            raise ShapeError(f"score_rows: keys of {', '.join(sorted({part.number for part in keys}))}: one is expected")
         try:
-            self._native.score_rows(
-                array_of(q), number_of(q), [part.array for part in keys], list(num_keys), keys[0].number, scale,
-                array_of(scores), number_of(scores), isa=isa,
-            )  # fmt: skip
+            self.native.score_rows(*_arguments(q, keys, num_keys, scores, scale), isa=isa)
         except (TypeError, ValueError) as error:
             raise ShapeError(f"score_rows: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """How a question of a `ScoreThread` ended: whether its queries came in time, and from when to when it was scored,
+    in seconds of `time.perf_counter`."""
+
+    is_answered: bool
+    begin_s: float
+    end_s: float
+
+
+class ScoreThread:
+    """A native thread that scores, one question after the other. It waits without the interpreter's lock, which who
+    asks holds most of the time. Dropped, it ends behind the answer to its last question.
+
+    Args:
+        pool: who scores.
+        limit_s: how long the queries of a question are waited for.
+        spin_s: how long the thread looks for the next question before it sleeps; to wake it takes 50 µs.
+    """
+
+    def __init__(self, pool: ScorePool, *, limit_s: float, spin_s: float = 200e-6) -> None:
+        self._native = _native.ScoreThread(pool.native, limit_s, spin_s)
+
+    def ask(
+        self,
+        q: Tensor,
+        keys: Sequence[KeyRows],
+        num_keys: Sequence[int],
+        scores: Tensor,
+        *,
+        scale: float,
+        word: npt.NDArray[np.int32] | None,
+    ) -> int:
+        """Ask for scores; see `ScorePool.score_rows`.
+
+        Args:
+            keys: at least one request's. All that is named must be there, and stay as it is, until the answer.
+            word: [1], 0 until the queries are there and 1 from then on; None: they are there.
+        Returns:
+            The question's number.
+        Raises:
+            ShapeError: the tensors do not fit each other.
+        """
+        try:
+            return self._native.ask(*_arguments(q, keys, num_keys, scores, scale), word)
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"score_rows: {error}") from error
+
+    def wait(self, number: int) -> Scored:
+        """Wait for the answer to a question, which can be had once.
+
+        Raises:
+            ValueError: there is no such question, or its answer has been had.
+        Cost: the GIL is released; the first millisecond of a wait is spun.
+        """
+        return Scored(*self._native.wait(number))
+
+
+def _arguments(
+    q: Tensor, keys: Sequence[KeyRows], num_keys: Sequence[int], scores: Tensor, scale: float
+) -> tuple[
+    npt.NDArray[np.generic], str, list[npt.NDArray[np.generic]], list[int], str, float, npt.NDArray[np.generic], str
+]:
+    number = keys[0].number
+    if any(part.number != number for part in keys):
+        raise ShapeError(f"score_rows: keys of {', '.join(sorted({part.number for part in keys}))}: one is expected")
+    return (
+        array_of(q), number_of(q), [part.array for part in keys], list(num_keys), number, scale, array_of(scores),
+        number_of(scores),
+    )  # fmt: skip
