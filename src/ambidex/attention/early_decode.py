@@ -63,7 +63,6 @@ class EarlyWork(Protocol):
 class FarAnswer:
     """What a query attended: `places` [Hkv, M] and `probs` [Hkv, G, M], far ones first."""
 
-    out: Tensor
     places: Tensor
     probs: Tensor
 
@@ -102,7 +101,10 @@ class EarlyDecode:
         self._device = pool.device
         self._num_layers = spec.num_layers
         self._row_bytes = spec.head_dim * pool.k.itemsize
-        self._no_places = torch.empty(spec.num_kv_heads, 0, dtype=torch.int64, device=pool.device)
+        self._nothing = (
+            torch.empty(spec.num_kv_heads, 0, dtype=torch.int64, device=pool.device),
+            torch.empty(spec.num_kv_heads, spec.group_size, 0, device=pool.device),
+        )
         self._scale = spec.head_dim**-0.5
         self._shape = (spec.num_kv_heads, spec.group_size, spec.head_dim)
         self._store = row_store
@@ -279,40 +281,42 @@ class EarlyDecode:
                 found = found or self._scores.wait(layer_idx)
                 with self._clock.measure():
                     scores = self._scores.bring(found[row])
-            answer = self._answer(layer_idx, row, q[row], stale[row], selector, scores)
-            outs.append(answer.out)
-            if watch is not None:
-                watch(layer_idx, row, answer)
+            outs.append(self._answer(layer_idx, row, q[row], stale[row], selector, scores, watch))
         out = outs[0][None] if len(outs) == 1 else torch.stack(outs)
         return out.to(q.dtype)
 
     def _answer(
-        self, layer_idx: int, row: int, q: Tensor, stale_q: Tensor, selector: FarSelector, scores: Tensor | None
-    ) -> FarAnswer:
+        self,
+        layer_idx: int,
+        row: int,
+        q: Tensor,
+        stale_q: Tensor,
+        selector: FarSelector,
+        scores: Tensor | None,
+        watch: Callable[[int, int, FarAnswer], None] | None,
+    ) -> Tensor:
         """Attend one query [Hq, D]."""
         rows, num_keys = self._rows[row], self._works[row].start + 1
         num_far = selector.num_far(num_keys)
         near_k, near_v = self._near.rows(layer_idx, row, num_far, num_keys)  # [Hkv, n, D]
-        true = torch.bmm(q.float().view(self._shape), near_k.float().transpose(1, 2)) * self._scale
-        num_selected = 0
         if num_far == 0:
-            places, probs = self._no_places, true.softmax(2)
-            out = torch.bmm(probs, near_v.float())
+            places, given = self._nothing
+        elif scores is not None:
+            places, given = selector.choose_scored(scores)
         else:
-            if scores is not None:
-                places, given = selector.choose_scored(scores)
-            else:
-                places, given = selector.choose_far(self._query(layer_idx, row, q, stale_q), num_far)
-            num_selected = places.shape[1]
-            with self._clock.measure(), rows.home.copying(KVPart.V, layer_idx, places.numel() * self._row_bytes):
-                values = take_rows(rows.v_there[layer_idx], places, rows.base)  # [Hkv, K, D]
-            probs = torch.cat((given.to(true.dtype), true), dim=2).softmax(2)  # [Hkv, G, K + n]
-            out = torch.bmm(probs, torch.cat((values, near_v), dim=1).float())
+            places, given = selector.choose_far(self._query(layer_idx, row, q, stale_q), num_far)
+        num_selected = places.shape[1]
+        # Rows of V come over the link as they are added up.
+        with self._clock.measure(), self._store.home.copying(KVPart.V, layer_idx, places.numel() * self._row_bytes):
+            out = api.attend_chosen(q, near_k, near_v, places, given, rows.v_there[layer_idx], scale=self._scale)
+        if watch is not None:
+            probs = api.chosen_probs(q, near_k, given, scale=self._scale)
+            watch(layer_idx, row, FarAnswer(places=places, probs=probs))
         num_heads, num_near = self._shape[0], num_keys - num_far
         self.num_rows[0] += 2 * num_heads * num_near
         self.num_rows[1] += num_heads * (num_selected + (num_far if scores is not None else 0))
         self._count(num_keys, num_selected + num_near)
-        return FarAnswer(out=out.flatten(0, 1), places=places, probs=probs)
+        return out
 
     def _query(self, layer_idx: int, row: int, q: Tensor, stale_q: Tensor) -> DecodeRow:
         """What a selector is shown that chooses before anything is scored."""
