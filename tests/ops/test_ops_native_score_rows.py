@@ -1,5 +1,8 @@
 """Scores of keys in rows: each instruction set that this machine runs, against float64."""
 
+import time
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +10,7 @@ from torch import Tensor
 from ambidex import _native
 from ambidex.core.errors import ShapeError
 from ambidex.kernels.cpu.native import ThreadPool
-from ambidex.kernels.cpu.score_rows import KeyRows, ScorePool
+from ambidex.kernels.cpu.score_rows import KeyRows, ScorePool, ScoreThread
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -126,3 +129,47 @@ def test_what_does_not_fit_is_refused() -> None:
         pool.score_rows(q, [KeyRows(torch.zeros(2, 8, 64, dtype=torch.int8))], [8], torch.zeros(64), scale=1.0)
     with pytest.raises(ShapeError, match="contiguous"):
         KeyRows(torch.zeros(2, 8, 64)[:, ::2])
+
+
+def test_a_thread_scores_question_after_question_once_their_queries_are_there() -> None:
+    keys, words = make_keys(2, 900, 900, 64, torch.bfloat16), np.zeros((2, 16), np.int32)
+    pool, rows = ScorePool(ThreadPool(2)), KeyRows(keys)
+    thread = ScoreThread(pool, limit_s=20.0)
+    q = torch.zeros(2, 1, 8, 64)
+    found = torch.full((2, 8 * 900), torch.nan)
+    numbers = [thread.ask(q[turn], [rows], [900], found[turn], scale=0.5, word=words[turn]) for turn in range(2)]
+    wanted = torch.empty(8 * 900)
+    for turn, number in enumerate(numbers):
+        assert found[turn].isnan().all(), "what was not there was not scored"
+        q[turn] = make_queries(1, 8, 64, torch.float32) + turn
+        words[turn, 0] = 1
+        scored = thread.wait(number)
+        assert scored.is_answered
+        assert scored.begin_s <= scored.end_s <= time.perf_counter()
+        pool.score_rows(q[turn], [rows], [900], wanted, scale=0.5)
+        assert torch.equal(found[turn], wanted)
+
+
+def test_queries_that_never_come_are_given_up() -> None:
+    thread = ScoreThread(ScorePool(ThreadPool(1)), limit_s=0.01)
+    q, rows, scores = torch.ones(1, 2, 64), KeyRows(torch.ones(2, 8, 64)), torch.zeros(2, 16)
+    late = thread.ask(q, [rows], [8], scores[0], scale=1.0, word=np.zeros(1, np.int32))
+    there = thread.ask(q, [rows], [8], scores[1], scale=1.0, word=None)
+    assert thread.wait(there).is_answered, "the thread goes on"
+    assert not thread.wait(late).is_answered
+    assert scores[0].tolist() == [0.0] * 16
+    assert scores[1].tolist() == [64.0] * 16
+
+
+def test_an_answer_is_had_once_and_a_thread_ends_behind_its_last() -> None:
+    thread = ScoreThread(ScorePool(ThreadPool(1)), limit_s=20.0)
+    q, rows, scores = torch.ones(1, 2, 64), KeyRows(torch.ones(2, 8, 64)), torch.zeros(16)
+    number = thread.ask(q, [rows], [8], scores, scale=1.0, word=None)
+    thread.wait(number)
+    with pytest.raises(ValueError, match="has been had"):
+        thread.wait(number)
+    with pytest.raises(ValueError, match="expected 1 to 1, got 2"):
+        thread.wait(2)
+    thread.ask(q, [rows], [8], scores, scale=2.0, word=None)
+    del thread
+    assert scores.tolist() == [128.0] * 16

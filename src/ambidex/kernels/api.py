@@ -243,11 +243,11 @@ def attend_chosen(
     """Attend with one query over chosen keys of each KV head, whose scores are given, and over all near keys.
 
     Args:
-        q: [Hq, D], contiguous, in any floating format; query head h reads KV head h // (Hq / Hkv).
+        q: [Hq, D], in any floating format; query head h reads KV head h // (Hq / Hkv).
         near_k, near_v: [Hkv, n, D], n ≥ 1; the rows of a head side by side, both with one stride.
-        places: [Hkv, M] int64, contiguous: rows of v; M may be 0.
-        given: [Hkv, Hq / Hkv, M], contiguous, in any floating format: the scores that the chosen keys get, scaled.
-        v: [Hkv, N, D] in the dtype of near rows, the rows of a head side by side; on a GPU it may lie in pinned host
+        places: [Hkv, M] int64: rows of v; M may be 0.
+        given: [Hkv, Hq / Hkv, M], in any floating format: the scores that the chosen keys get, scaled.
+        v: [Hkv, N, D] in the dtype of near rows, contiguous; on a GPU it may lie in pinned host
             memory.
         scale: factor of q·k of near keys.
     Returns:

@@ -16,6 +16,8 @@ def attend_chosen(
     q: Tensor, near_k: Tensor, near_v: Tensor, places: Tensor, given: Tensor, v: Tensor, *, scale: float
 ) -> Tensor:
     """See `kernels.api.attend_chosen`."""
-    heads = torch.arange(len(v), device=v.device)[:, None]
-    values = torch.cat((v[heads, places], near_v), dim=1).float()  # [Hkv, M + n, D]
+    num_heads, num_rows, head_dim = v.shape
+    base = torch.arange(num_heads, device=v.device)[:, None] * num_rows
+    taken = v.reshape(-1, head_dim).index_select(0, (places + base).flatten()).view(num_heads, -1, head_dim)
+    values = torch.cat((taken, near_v), dim=1).float()  # [Hkv, M + n, D]
     return torch.bmm(chosen_probs(q, near_k, given, scale=scale), values).flatten(0, 1).to(q.dtype)

@@ -91,6 +91,7 @@ def attend_chosen(
     q: Tensor, near_k: Tensor, near_v: Tensor, places: Tensor, given: Tensor, v: Tensor, *, scale: float
 ) -> Tensor:
     """See `kernels.api.attend_chosen`."""
+    q, places, given = q.contiguous(), places.contiguous(), given.contiguous()
     num_q_heads, head_dim = q.shape
     num_kv_heads, num_chosen = places.shape
     group = num_q_heads // num_kv_heads
