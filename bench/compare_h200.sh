@@ -52,8 +52,8 @@ all=2K,4K,8K,16K,32K
     --variants gpu-ambidex-exact,gpu-transformers-offloaded,gpu-transformers-dynamic
   compare "lengths, speed" 33024 $one --only speed --models llama-3.1-8b --contexts $all --policies $full
   compare "lengths, quality" 33024 $one --only quality --models llama-3.1-8b --contexts $all --policies $full
-  compare "batches" 2048 --batch 4,8,16 --budgets 20480 --max-running-requests 16 --only speed --models opt-13b \
-    --contexts 1920 --policies $full
+  compare "batches" 2048 --batch 4,8,16 --budgets 20480 --max-running-requests 16 --dram-memory 30GiB --only speed \
+    --models opt-13b --contexts 1920 --policies $full
   compare "sizes" 2304 $one --only speed --models $small --contexts 2K --policies $full
   compare "sizes of OPT" 2048 $one --only speed --models $opt --contexts 1920 --policies $full
   compare "lengths, Qwen" 33024 $one --only speed --models qwen2.5-7b --contexts $all --policies $full
@@ -68,5 +68,7 @@ all=2K,4K,8K,16K,32K
     --policies streaming_llm,quest,infinigen
   others=streaming_llm,quest,infinigen,h2o,qinfer_windows,keyformer
   compare "sizes, others" 2304 $one --only speed --models $small --contexts 2K --policies $others
+  stage "peers, half the weights" "$python" "$repo/bench/peers/compare.py" --report "$report" --shape llama-3.1-8b \
+    --contexts 2048 --steps 16 --wait 2 --timeout 300 --scratch "$scratch" --variants gpu-ambidex-half-weights,gpu-accelerate
   compare "sizes of OPT, others" 2048 $one --only speed --models $opt --contexts 1920 --policies $others
 }

@@ -46,7 +46,8 @@ class Variant:
 
     `dtype` is the weights' format in memory, None for as stored in the file. `is_split`: KV lies in DRAM but for sink
     and recent window, instead of all on the accelerator tier. `policy` is ours, `cache` transformers'. On a GPU
-    `recent_window` is larger; `is_kv_on_gpu` is llama.cpp's.
+    `recent_window` is larger, and `weights_on_gpu_bytes` of the weights stay there, None: all; `is_kv_on_gpu` is
+    llama.cpp's.
     """
 
     kind: Kind
@@ -79,7 +80,7 @@ VARIANTS: Final[Mapping[str, Variant]] = {
 """What `decode_cpu.py` runs."""
 GPU_WINDOW: Final = 1024
 SHARED_OUT_BYTES: Final = 8 * 2**30
-"""Of weights that accelerate leaves on the GPU: half of an 8B model's in 16 bits."""
+"""Of weights that accelerate, and this engine beside it, leave on the GPU: half of an 8B model's in 16 bits."""
 
 
 def _on_gpu(kind: Kind, **settings: Any) -> Variant:
@@ -96,6 +97,8 @@ ALL_VARIANTS: Final[Mapping[str, Variant]] = {
     **{f"gpu-ambidex-{policy}": _on_gpu(Kind.AMBIDEX, is_split=True, recent_window=GPU_WINDOW, policy=policy)
        for policy in PolicyName},
     "gpu-ambidex-all": _on_gpu(Kind.AMBIDEX),
+    "gpu-ambidex-half-weights": _on_gpu(Kind.AMBIDEX, is_split=True, recent_window=GPU_WINDOW,
+                                        weights_on_gpu_bytes=SHARED_OUT_BYTES),
     **{f"gpu-transformers-{cache}": _on_gpu(Kind.TRANSFORMERS, cache=cache) for cache in CacheKind},
     "gpu-accelerate": _on_gpu(
         Kind.TRANSFORMERS, cache=CacheKind.OFFLOADED, weights_on_gpu_bytes=SHARED_OUT_BYTES
@@ -140,6 +143,7 @@ class Ambidex:
             num_sink_tokens=NUM_SINK_TOKENS,
             kv_gpu_tokens=resident if variant.is_split else longest,
             recent_window=variant.recent_window if variant.is_split else None,
+            weights_gpu_memory=variant.weights_on_gpu_bytes,
         )
 
     def about(self) -> dict[str, object]:

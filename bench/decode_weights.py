@@ -31,7 +31,8 @@ passive unless it is set.
 
 Floor of a step: the slowest lane's bytes over its rate, measured in the same run: GPU memory (its weights, keys and
 values), DRAM read by the lane's threads (weights that the CPU multiplies), pinned copies (weights that travel), or DRAM
-by both at once. Appends one JSON line to bench/results/decode_weights.jsonl.
+by both at once. What a run is doing, and for how long, goes to stderr. Appends one JSON line to
+bench/results/decode_weights.jsonl.
 """
 
 import argparse

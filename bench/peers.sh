@@ -5,13 +5,13 @@
 #
 # llama-cpp-python has no CPU wheel on PyPI. It is compiled here once (about 5 minutes on two quiet cores) and kept in
 # WHEELS (default: ENVIRONMENT/wheels); a wheel already there is used. Compiler: clang-19, because GCC 12 miscompiles
-# llama.cpp's AMX code (it dies with SIGILL; ../shared/research/packages.md, section 2).
+# llama.cpp's AMX code, which then dies with SIGILL.
 #   Debian: apt-get install clang-19 libomp-19-dev        other compilers: CC=… CXX=… bench/peers.sh
 set -euo pipefail
 
 # Pinned, so that two records differ by what we changed; a new pin is a new row of figures.
 LLAMA=llama-cpp-python==0.3.36
-PEERS=(torch==2.13.0 transformers==5.17.0 accelerate==1.15.0)
+PEERS=(torch==2.13.0 transformers==5.17.0 accelerate==1.15.0 optimum-quanto==0.2.7) # quanto: transformers' 4-bit cache
 PYTHON=${PYTHON:-python3}
 CC=${CC:-clang-19}
 CXX=${CXX:-clang++-19}

@@ -31,7 +31,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ambidex.core.dtypes import DType
+from ambidex.core.kv_spec import SCALE_WORD_BYTES
 from ambidex.hw.topology import read_topology
 from ambidex.kernels import api
 from ambidex.kernels.cpu import native
@@ -251,7 +251,7 @@ class Work:
         size = NUMBERS[case.number].itemsize
         # Lines of V; rows of K and V.
         row_bytes = HEAD_DIM // 16 * LINE if case.number == "int8" else 2 * HEAD_DIM * size
-        scan_bytes = NUM_KV_HEADS * case.context * (HEAD_DIM + DType.INT8.num_scale_bytes)
+        scan_bytes = NUM_KV_HEADS * case.context * (HEAD_DIM + SCALE_WORD_BYTES)
         return cls(
             num_layers=num_layers,
             kept=kept,

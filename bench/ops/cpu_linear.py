@@ -3,6 +3,8 @@
     python bench/ops/cpu_linear.py [--gib 0.5] [--threads 1,2] [--out bench/results/cpu_linear.jsonl]
     python bench/ops/cpu_linear.py --gib 4 --threads 15 --numbers bf16,Q4_0 --shapes 7168x28672,28672x7168 \
         --tokens 1,4,8,16,32,64,128 --isas amx,avx512bf16 --no-prefill      # one form against another
+    python bench/ops/cpu_linear.py --gib 4 --threads 15 --numbers Q4_0 --shapes 8192x28672,28672x8192 \
+        --tokens 1,4,8,16,32,64 --isas amx+tiles,amx --round-x --no-prefill      # 4 bits in tiles, in vectors
 
 Weights of `--gib` GiB, far more than the caches hold, are cut into as many matrices as fit and multiplied in turn, as a
 model's layers are; the figure is bytes of weights over seconds. Beside it stands what the same threads read plainly
@@ -52,6 +54,7 @@ class Case:
     tokens: int
     threads: int
     isa: str = native.isa()
+    tiles: bool = False
     rounds_x: bool = False
 
     @property
@@ -103,7 +106,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--shapes", type=shapes, default=SHAPES, help="columns x rows, such as 576x3072,1536x576")
     parser.add_argument("--tokens", type=numbers, default=[1, 4, 16], help="of a decode step")
     parser.add_argument(
-        "--isas", type=lambda s: s.split(","), default=[native.isa()], help="forms, one after the other"
+        "--isas",
+        type=lambda s: s.split(","),
+        default=[native.isa()],
+        help="forms, one after the other; amx+tiles: 4-bit weights in tiles, too",
     )
     parser.add_argument("--round-x", action="store_true", help="x holds bf16 numbers, as where a GPU sends it")
     parser.add_argument("--no-prefill", dest="prefill", action="store_false", help="decode steps only")
@@ -123,11 +129,12 @@ def shapes(text: str) -> list[tuple[int, ...]]:
 
 def all_cases(options: argparse.Namespace, threads: int) -> Iterator[Case]:
     """Every shape, format and form, decode steps."""
-    for number, (num_in, num_out), tokens, isa in product(
+    for number, (num_in, num_out), tokens, form in product(
         options.numbers, options.shapes, options.tokens, options.isas
     ):
+        isa, plus, _ = form.partition("+tiles")
         case = Case(
-            number=number, num_in=num_in, num_out=num_out, tokens=tokens, threads=threads, isa=isa,
+            number=number, num_in=num_in, num_out=num_out, tokens=tokens, threads=threads, isa=isa, tiles=bool(plus),
             rounds_x=options.round_x,
         )  # fmt: skip
         if case.is_whole:
@@ -161,7 +168,8 @@ def measure(case: Case, threads: native.ThreadPool, memory: Tensor) -> dict[str,
     part = memory if case.tokens == 1 else memory[: memory.numel() // 4]
     ceiling = read_rate(threads, part, num_runs=2)
     weights = cut(part, case)
-    pool, x = LinearPool(threads), torch.randn(case.tokens, case.num_in)
+    pool = LinearPool(threads, tiles_from=1 if case.tiles else None)
+    x = torch.randn(case.tokens, case.num_in)
     if case.rounds_x:
         x = x.bfloat16().float()
 
@@ -173,9 +181,10 @@ def measure(case: Case, threads: native.ThreadPool, memory: Tensor) -> dict[str,
     ceiling = max(ceiling, read_rate(threads, part, num_runs=2))
     num_bytes = len(weights) * case.call_bytes
     best = num_bytes / min(seconds)
+    form = f"{case.isa}+tiles" if case.tiles else case.isa
     print(
         f"{case.number} {case.num_out:5} x {case.num_in:4}, {case.tokens:2} tokens, {case.threads:2} threads, "
-        f"{case.isa}: {best / 1e9:6.1f} GB/s of weights, {best / ceiling:.0%} of plain reads ({ceiling / 1e9:.1f}); "
+        f"{form}: {best / 1e9:6.1f} GB/s of weights, {best / ceiling:.0%} of plain reads ({ceiling / 1e9:.1f}); "
         f"{min(seconds) / len(weights) * 1e6:6.0f} µs a call",
         flush=True,
     )

@@ -55,14 +55,21 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
 """The models of HybridGen's tables, by what their config.json says; `tiny` is to try the scripts."""
 
 
-SCORE_STD: Final = 4.0
+SCORE_STD: Final = 4.5
+COMMON: Final = 0.5
+NEXT_LOGIT: Final = 6.0
+"""Logit of a token that each token asks for, in standard deviations of the others."""
+NEXT_COSINE: Final = 0.6
+"""Of the last hidden state with the embedding of its token."""
 
 
 def save_random_model(shape: str, folder: Path, *, seed: int = 0) -> int:
     """Save a checkpoint in bf16 with a tokenizer that loads (no text is read); returns the vocabulary's size.
 
-    Scores of attention spread by 4, as with the engine's dummy weights (`models/weights.py`). Weights are made where
-    there is a GPU on it: an 8B model in seconds.
+    Scores of attention spread by 4.5 and heads of a group have half of their queries in common, as with the engine's
+    dummy weights (`models/weights.py`). So that rounding to bf16 does not decide which token is the likeliest, layers
+    add as much to a state as its embedding, and each token has one that often follows it (where embeddings are not
+    tied). Weights are made where there is a GPU on it: an 8B model in seconds.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -72,13 +79,26 @@ def save_random_model(shape: str, folder: Path, *, seed: int = 0) -> int:
     torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    std = config.initializer_range if hasattr(config, "initializer_range") else config.init_std
     for name, parameter in model.named_parameters():
         if name.endswith("q_proj.weight"):
-            std = config.initializer_range if hasattr(config, "initializer_range") else config.init_std
             parameter.data.mul_(SCORE_STD / (std**2 * parameter.shape[1]))
+            num_kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+            group_size = config.num_attention_heads // num_kv_heads
+            heads = parameter.data.view(num_kv_heads, group_size, -1, parameter.shape[1])
+            common = torch.randn_like(heads[:, :1]) * heads.std()
+            heads.mul_((1 - COMMON) ** 0.5).add_(common, alpha=COMMON**0.5)
+        elif name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "fc2.weight")):
+            parameter.data.mul_((2 * config.num_hidden_layers) ** -0.5)
+    embeddings, head = model.get_input_embeddings().weight.data, model.get_output_embeddings().weight.data
+    if head.data_ptr() != embeddings.data_ptr():
+        embeddings.normal_()
+        following = torch.randperm(head.shape[0], device=head.device)
+        margin = NEXT_LOGIT * std / (NEXT_COSINE * head.shape[1] ** 0.5)
+        head.index_add_(0, following, embeddings, alpha=margin)
     model.save_pretrained(folder)
     save_tokenizer(folder)
-    del model, parameter
+    del model, parameter, embeddings, head
     torch.cuda.empty_cache()  # the engines that read it run while this process lives
     return int(fields["vocab_size"])
 

@@ -26,7 +26,8 @@ inline Number find_number(std::string_view name) {
   if (name == "fp32") return Number::kFp32;
   if (name == "bf16") return Number::kBf16;
   if (name == "fp16") return Number::kFp16;
-  AMBIDEX_CHECK(name == "int8", "number: expected fp32, bf16, fp16 or int8, got \"", name, "\"");
+  if (name == "int4") return Number::kInt4;
+  AMBIDEX_CHECK(name == "int8", "number: expected fp32, bf16, fp16, int8 or int4, got \"", name, "\"");
   return Number::kInt8;
 }
 

@@ -34,12 +34,18 @@ KVPart find_part(std::string_view name) {
   return name == "k" ? KVPart::kK : KVPart::kV;
 }
 
+// Rows of int4 are whole packed rows (ops/kv_int4.h), which need no padding.
 template <class A>
-TiledPart describe(std::string_view part, const A& records, std::size_t head_dim) {
+TiledPart describe(std::string_view part, const A& records, std::size_t row_size, bool is_packed) {
   const TiledPart described{find_part(part), make_tiles(records.itemsize(), records.shape(2), records.shape(3)),
-                            records.shape(0), records.shape(1), head_dim};
-  check_size("pool", "head_dim, padded to a multiple of 32", records, 3, padded(head_dim));
+                            records.shape(0), records.shape(1), row_size};
+  check_size("pool", "head_dim, padded to a multiple of 32", records, 3, is_packed ? row_size : padded(row_size));
   return described;
+}
+
+template <class A>
+TiledPart describe(std::string_view part, const A& records, std::size_t row_size) {
+  return describe(part, records, row_size, records.dtype() == nb::dtype<std::uint8_t>());
 }
 
 void check_ids(const char* name, const Ids& ids, std::size_t limit) {
@@ -76,11 +82,11 @@ void set_positions(KeyBatch& self, const Ids& of_blocks, const Ids& of_rows) {
 }
 
 void bind_attend(AttentionPool& self, const ConstBytes<3>& q, std::string_view q_number, const ConstBytes<4>& k,
-                 const ConstBytes<4>& v, std::string_view number, const std::optional<Scales>& k_scales,
-                 const std::optional<Scales>& v_scales, const KeyBatch& batch, float scale, const Array<float, 3>& out,
-                 const Array<float, 2>& lse, const std::optional<Array<const float, 1>>& slopes,
-                 std::optional<std::string_view> isa) {
-  AttendCall call = make_call(q, q_number, k, v, number, k_scales, v_scales, scale, out, lse);
+                 const ConstBytes<4>& v, std::string_view k_number, std::string_view v_number,
+                 const std::optional<Scales>& k_scales, const std::optional<Scales>& v_scales, const KeyBatch& batch,
+                 float scale, const Array<float, 3>& out, const Array<float, 2>& lse,
+                 const std::optional<Array<const float, 1>>& slopes, std::optional<std::string_view> isa) {
+  AttendCall call = make_call(q, q_number, k, v, k_number, v_number, k_scales, v_scales, scale, out, lse);
   if (slopes) {
     check_size("slopes", "Hq", *slopes, 0, q.shape(1));
     call.slopes = slopes->data();
@@ -106,11 +112,11 @@ void make_script(AttentionScript* self, AttentionPool& pool, const Words& asked,
 }
 
 void bind_add_layer(AttentionScript& self, const ConstBytes<3>& q, std::string_view q_number, const ConstBytes<4>& k,
-                    const ConstBytes<4>& v, std::string_view number, const std::optional<Scales>& k_scales,
-                    const std::optional<Scales>& v_scales, float scale, const Array<float, 3>& out,
-                    const Array<float, 2>& lse) {
+                    const ConstBytes<4>& v, std::string_view k_number, std::string_view v_number,
+                    const std::optional<Scales>& k_scales, const std::optional<Scales>& v_scales, float scale,
+                    const Array<float, 3>& out, const Array<float, 2>& lse) {
   AMBIDEX_CHECK(self.layers().size() < self.num_layers(), "add_layer: all ", self.num_layers(), " layers are there");
-  self.add_layer(make_call(q, q_number, k, v, number, k_scales, v_scales, scale, out, lse));
+  self.add_layer(make_call(q, q_number, k, v, k_number, v_number, k_scales, v_scales, scale, out, lse));
 }
 
 void bind_bound_layer(AttentionScript& self, BoundedPool& pool, const BoundedArrays& arrays) {
@@ -152,20 +158,20 @@ void bind_store_rows(AttentionPool& self, std::string_view part, const Bytes<4>&
 }
 
 void bind_store_values(AttentionPool&, std::string_view part, const Bytes<4>& pool, std::string_view number_name,
-                       const std::optional<Array<float, 3>>& scales, const Ids& slots, const Array<const float, 3>& rows,
+                       const std::optional<ScalesOf<float>>& scales, const Ids& slots, const Array<const float, 3>& rows,
                        std::optional<std::string_view> isa) {
-  const TiledPart to = describe(part, pool, rows.shape(2));
   const Number number = find_number(number_name);
+  const bool is_packed = number == Number::kInt4;
+  const TiledPart to = describe(part, pool, is_packed ? padded(rows.shape(2)) / 2 : rows.shape(2), is_packed);
   check_itemsize("pool", pool, size_of(number));
-  AMBIDEX_CHECK(scales.has_value() == (number == Number::kInt8), "scales: go with int8 and with nothing else");
-  for (std::size_t axis = 0; scales && axis < 3; ++axis) check_size("scales", "Hkv N P", *scales, axis, pool.shape(axis));
+  float* const words = scales_of("scales", scales, pool, number);
   check_size("rows", "the slots", rows, 0, slots.shape(0));
   check_size("rows", "Hkv", rows, 1, pool.shape(0));
   const Isa chosen = choose_isa(isa);
   nb::gil_scoped_release release;
-  perform([chosen, number, to, records = static_cast<char*>(pool.data()), scales = scales ? scales->data() : nullptr,
-           slots = slots.data(), num_rows = slots.shape(0), rows = rows.data()] {
-    store_values(chosen, number, to, records, scales, slots, num_rows, rows);
+  perform([chosen, number, to, records = static_cast<char*>(pool.data()), words, slots = slots.data(),
+           num_rows = slots.shape(0), head_dim = rows.shape(2), rows = rows.data()] {
+    store_values(chosen, number, to, records, words, slots, num_rows, head_dim, rows);
   });
 }
 
@@ -217,8 +223,8 @@ void bind_attention(nb::module_& m) {
   nb::class_<AttentionPool>(m, "AttentionPool")
       .def(nb::init<ThreadPool&>(), "threads"_a, nb::keep_alive<1, 2>())
       .def("attend_blocks", &bind_attend, "q"_a.noconvert(), "q_number"_a, "k"_a.noconvert(), "v"_a.noconvert(),
-           "number"_a, "k_scales"_a.noconvert().none(), "v_scales"_a.noconvert().none(), "batch"_a, "scale"_a,
-           "out"_a.noconvert(), "lse"_a.noconvert(), nb::kw_only(), "slopes"_a.noconvert().none() = nb::none(),
+           "k_number"_a, "v_number"_a, "k_scales"_a.noconvert().none(), "v_scales"_a.noconvert().none(), "batch"_a,
+           "scale"_a, "out"_a.noconvert(), "lse"_a.noconvert(), nb::kw_only(), "slopes"_a.noconvert().none() = nb::none(),
            "isa"_a = nb::none())
       .def("store_rows", &bind_store_rows, "part"_a, "pool"_a.noconvert(), "slots"_a.noconvert(), "rows"_a.noconvert())
       .def("store_values", &bind_store_values, "part"_a, "pool"_a.noconvert(), "number"_a, "scales"_a.noconvert().none(),
@@ -232,10 +238,10 @@ void bind_attention(nb::module_& m) {
            "streamed"_a.noconvert(), nb::kw_only(), "isa"_a = nb::none(), nb::keep_alive<1, 2>(),
            nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>())
       .def("add_layer", &bind_add_layer, "q"_a.noconvert(), "q_number"_a, "k"_a.noconvert(), "v"_a.noconvert(),
-           "number"_a, "k_scales"_a.noconvert().none(), "v_scales"_a.noconvert().none(), "scale"_a,
+           "k_number"_a, "v_number"_a, "k_scales"_a.noconvert().none(), "v_scales"_a.noconvert().none(), "scale"_a,
            "out"_a.noconvert(), "lse"_a.noconvert(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(),
-           nb::keep_alive<1, 5>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 10>(),
-           nb::keep_alive<1, 11>())
+           nb::keep_alive<1, 5>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 11>(),
+           nb::keep_alive<1, 12>())
       .def("run", &bind_run, "batches"_a, "limit_s"_a, "scanned"_a)
       .def("bound_layer", &bind_bound_layer, "pool"_a, "arrays"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>());
   m.def("exp2", &bind_exp2, "x"_a.noconvert(), "y"_a.noconvert(), nb::kw_only(), "isa"_a = nb::none());

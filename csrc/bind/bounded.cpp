@@ -36,8 +36,9 @@ void make_arrays(BoundedArrays* self, const ConstBytes<3>& q, std::string_view q
                  const std::optional<Array<const float, 2>>& other_lse, const Array<float, 3>& out,
                  const Array<float, 2>& lse, const Array<float, 3>& figures) {
   BoundedCall call{};
-  call.scan = make_call(q, q_number, scanned, scanned, "int8", scales, scales, scale, out, lse);
+  call.scan = make_call(q, q_number, scanned, scanned, "int8", "int8", scales, scales, scale, out, lse);
   call.v_number = find_number(number);
+  AMBIDEX_CHECK(call.v_number != Number::kInt4, "number: bounded attention has no form for int4");
   check_itemsize("v", v, size_of(call.v_number));
   check_alike("v", v, scanned, 4);
   const bool is_int8 = call.v_number == Number::kInt8;
@@ -50,7 +51,7 @@ void make_arrays(BoundedArrays* self, const ConstBytes<3>& q, std::string_view q
   }
   call.v_tiles = make_tiles(v.itemsize(), v.shape(2), v.shape(3));
   call.v = static_cast<const char*>(v.data());
-  call.v_scales = scales_of("v_scales", v_scales, v, is_int8);
+  call.v_scales = scales_of("v_scales", v_scales, v, call.v_number);
   check_alike("norms", norms, scanned, 2);
   check_size("norms", "K and V", norms, 2, 2);
   call.norms = norms.data();
@@ -93,6 +94,7 @@ void bind_copy(BoundedPool& self, const ConstBytes<4>& k, const ConstBytes<4>& v
                std::optional<std::string_view> isa) {
   ScanCopyCall call{};
   call.number = find_number(number);
+  AMBIDEX_CHECK(call.number != Number::kInt4, "number: bounded attention has no form for int4");
   check_itemsize("k", k, size_of(call.number));
   check_itemsize("v", v, size_of(call.number));
   check_alike("v", v, k, 4);
@@ -104,8 +106,8 @@ void bind_copy(BoundedPool& self, const ConstBytes<4>& k, const ConstBytes<4>& v
   call.head_dim = head_dim;
   call.k = static_cast<const char*>(k.data());
   call.v = static_cast<const char*>(v.data());
-  call.k_scales = scales_of("k_scales", k_scales, k, is_int8);
-  call.v_scales = scales_of("v_scales", v_scales, v, is_int8);
+  call.k_scales = scales_of("k_scales", k_scales, k, call.number);
+  call.v_scales = scales_of("v_scales", v_scales, v, call.number);
   AMBIDEX_CHECK(scanned.has_value() != is_int8 && scales.has_value() != is_int8 && rows.has_value() != is_int8,
                 "scanned, scales and rows: are made where K is not int8, and nowhere else");
   if (!is_int8) {

@@ -97,7 +97,8 @@ void bind_linear(nb::module_& m) {
       .def("__init__", &make_matrices, "weights"_a.noconvert(), "number"_a, "biases"_a.noconvert())
       .def_static("quantized", &make_quantized, "weights"_a.noconvert(), "type"_a, "num_out"_a, "biases"_a.noconvert());
   nb::class_<LinearPool>(m, "LinearPool")
-      .def(nb::init<ThreadPool&>(), "threads"_a, nb::keep_alive<1, 2>())
+      .def(nb::init<ThreadPool&, bool>(), "threads"_a, nb::kw_only(), "tiles_quantized"_a = false,
+           nb::keep_alive<1, 2>())
       .def("multiply", &bind_multiply, "matrices"_a, "x"_a.noconvert(), "ys"_a.noconvert(),
            "residual"_a.noconvert().none(), nb::kw_only(), "isa"_a = nb::none());
 }

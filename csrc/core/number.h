@@ -5,11 +5,14 @@
 
 namespace ambidex {
 
-// The last six are GGUF's quantised types, for weights alone: integers of 4 to 8 bits in blocks that share scales.
-enum class Number { kFp32, kBf16, kFp16, kInt8, kQ8_0, kQ4_0, kQ4_1, kQ4_K, kQ5_K, kQ6_K };
+// kInt4 is of K and V alone: two numbers a byte (ops/kv_int4.h). The last six are GGUF's quantised types, for weights
+// alone: integers of 4 to 8 bits in blocks that share scales.
+enum class Number { kFp32, kBf16, kFp16, kInt8, kInt4, kQ8_0, kQ4_0, kQ4_1, kQ4_K, kQ5_K, kQ6_K };
 
-// Of the numbers that lie one by one.
-constexpr std::size_t size_of(Number number) { return number == Number::kFp32 ? 4 : number == Number::kInt8 ? 1 : 2; }
+// Of the numbers that lie one by one; of kInt4 a byte, which holds two.
+constexpr std::size_t size_of(Number number) {
+  return number == Number::kFp32 ? 4 : number == Number::kInt8 || number == Number::kInt4 ? 1 : 2;
+}
 
 // Numbers of a row that share a scale, in quantised types, and the bytes that they take; {1, size_of} for the others.
 struct Block {

@@ -9,12 +9,14 @@
 // `top` is kept in units of log2.
 //
 // Keys are read in the order K of piece 0, V of piece 0, K of piece 1, …, in units of 16 tokens of K or V, which are
-// contiguous; what comes kFarBytes and kNearBytes later in that order is fetched while a line is used.
+// contiguous; what comes kFarBytes and kNearBytes later in that order is fetched while a line is used. Packed units
+// (ops/kv_int4.h) become int8 in the workspace first, a piece at a time, which then is attended as if it had lain so.
 #pragma once
 
 #include <math.h>
 
 #include "ops/attention.h"
+#include "ops/kv_int4-inl.h"
 #include "ops/products-inl.h"
 
 namespace ambidex::AMBIDEX_ISA {
@@ -65,6 +67,8 @@ struct Workspace {
     sum = carver.take<float>(whole * sizeof(float));
     first_group = carver.take<char>(call.tiles.depth * dim * call.tiles.element_size);
     last_group = carver.take<char>(call.tiles.depth * dim * call.tiles.element_size);
+    k_whole = carver.take<char>(call.is_k_packed ? kPieceTokens * dim : 0);
+    v_whole = carver.take<char>(call.is_v_packed ? kPieceTokens * dim : 0);
     bytes = carver.used();
   }
 
@@ -78,6 +82,7 @@ struct Workspace {
   float* top;           // [rows], in units of log2
   float* sum;           // [rows]
   char *first_group, *last_group;
+  char *k_whole, *v_whole;  // [kPieceTokens / 16 units], of packed parts
   std::size_t bytes;
 };
 
@@ -89,41 +94,75 @@ class Keys {
         block_ids_(range.block_ids),
         depth_(call.tiles.depth),
         unit_bytes_(16 * call.tiles.padded_dim * call.tiles.element_size),
-        record_bytes_(call.tiles.record_bytes),
-        k_(call.k + range.kv_head * call.num_blocks * record_bytes_),
-        v_(call.v + range.kv_head * call.num_blocks * record_bytes_) {}
+        k_(call.k, call.k_scales, call.is_k_packed, call, range),
+        v_(call.v, call.v_scales, call.is_v_packed, call, range) {}
 
   std::size_t depth() const { return depth_; }
+  // Of 16 tokens as they are multiplied, and as they lie in memory.
   std::size_t unit_bytes() const { return unit_bytes_; }
+  std::size_t k_unit_bytes() const { return k_.unit_bytes; }
+  std::size_t v_unit_bytes() const { return v_.unit_bytes; }
   std::size_t group_bytes() const { return depth_ / 16 * unit_bytes_; }
+  bool is_k_packed() const { return k_.is_packed; }
+  bool is_v_packed() const { return v_.is_packed; }
   std::size_t slot(std::size_t key) const {
     return static_cast<std::size_t>(block_ids_[key / tiles_.block_size]) * tiles_.block_size + key % tiles_.block_size;
   }
   // Key is a multiple of 16 (K), of depth (V).
   const char* k_unit(std::size_t key) const { return unit(k_, key); }
   const char* v_unit(std::size_t key) const { return unit(v_, key); }
+  // The scales of a key and of those behind it in its block.
+  const float* k_scales(std::size_t key) const { return words(k_, key); }
+  const float* v_scales(std::size_t key) const { return words(v_, key); }
+  std::size_t block_size() const { return tiles_.block_size; }
 
  private:
-  const char* unit(const char* part, std::size_t key) const { return part + slot(key) / 16 * unit_bytes_; }
+  struct Part {
+    Part(const char* records, const float* scales, bool packed, const AttendCall& call, const AttendRange& range)
+        : is_packed(packed),
+          unit_bytes(16 * call.tiles.padded_dim * call.tiles.element_size / (packed ? 2 : 1)),
+          num_words(packed ? words_of(call.tiles.padded_dim) : 1) {
+      const std::size_t block = range.kv_head * call.num_blocks;
+      first = records + block * (call.tiles.record_bytes / (packed ? 2 : 1));
+      first_words = scales == nullptr ? nullptr : scales + block * num_words * call.tiles.block_size;
+    }
+
+    bool is_packed;
+    std::size_t unit_bytes;
+    std::size_t num_words;  // beside a row
+    const char* first;
+    const float* first_words;
+  };
+
+  const char* unit(const Part& part, std::size_t key) const { return part.first + slot(key) / 16 * part.unit_bytes; }
+  const float* words(const Part& part, std::size_t key) const {
+    const auto block = static_cast<std::size_t>(block_ids_[key / tiles_.block_size]);
+    return part.first_words + block * part.num_words * tiles_.block_size + key % tiles_.block_size;
+  }
 
   KVTiles tiles_;
   const int64_t* block_ids_;
-  std::size_t depth_, unit_bytes_, record_bytes_;
-  const char *k_, *v_;
+  std::size_t depth_, unit_bytes_;
+  Part k_, v_;
 };
 
 // One piece: its units of K, then of V, then those that are read next, in the order of reading.
 struct Piece {
   std::size_t first_key, num_units;
   const char* order[4 * kPieceUnits];
+  std::size_t bytes[4 * kPieceUnits];
 
+  void add(std::size_t i, const char* unit, std::size_t unit_bytes) {
+    order[i] = unit;
+    bytes[i] = unit_bytes;
+  }
   // What lies at `offset` of a unit, or as far behind its end in the order of reading.
-  const char* at(std::size_t unit, std::size_t offset, std::size_t unit_bytes) const {
-    while (offset >= unit_bytes && unit + 1 < 4 * kPieceUnits) {
-      offset -= unit_bytes;
+  const char* at(std::size_t unit, std::size_t offset) const {
+    while (offset >= bytes[unit] && unit + 1 < 4 * kPieceUnits) {
+      offset -= bytes[unit];
       ++unit;
     }
-    return order[unit] + (offset < unit_bytes ? offset : 0);
+    return order[unit] + (offset < bytes[unit] ? offset : 0);
   }
 };
 
@@ -132,15 +171,16 @@ inline Piece make_piece(const Keys& keys, std::size_t first_key, std::size_t end
   piece.first_key = first_key;
   const std::size_t left = (end - first_key) / 16;
   piece.num_units = left < kPieceUnits ? left : kPieceUnits;
+  const std::size_t k_bytes = keys.k_unit_bytes(), v_bytes = keys.v_unit_bytes();
   std::size_t filled = 0;
-  for (std::size_t i = 0; i < piece.num_units; ++i) piece.order[filled++] = keys.k_unit(first_key + 16 * i);
-  for (std::size_t i = 0; i < piece.num_units; ++i) piece.order[filled++] = keys.v_unit(first_key + 16 * i);
+  for (std::size_t i = 0; i < piece.num_units; ++i) piece.add(filled++, keys.k_unit(first_key + 16 * i), k_bytes);
+  for (std::size_t i = 0; i < piece.num_units; ++i) piece.add(filled++, keys.v_unit(first_key + 16 * i), v_bytes);
   std::size_t next = first_key + 16 * piece.num_units;
-  for (; next < end && filled < 3 * kPieceUnits; next += 16) piece.order[filled++] = keys.k_unit(next);
+  for (; next < end && filled < 3 * kPieceUnits; next += 16) piece.add(filled++, keys.k_unit(next), k_bytes);
   for (next = first_key + 16 * piece.num_units; next < end && filled < 4 * kPieceUnits; next += 16) {
-    piece.order[filled++] = keys.v_unit(next);
+    piece.add(filled++, keys.v_unit(next), v_bytes);
   }
-  for (; filled < 4 * kPieceUnits; ++filled) piece.order[filled] = piece.order[2 * piece.num_units - 1];
+  for (; filled < 4 * kPieceUnits; ++filled) piece.add(filled, piece.order[2 * piece.num_units - 1], v_bytes);
   return piece;
 }
 
@@ -181,21 +221,25 @@ inline void write_q(const AttendCall& call, const AttendRange& range, std::size_
 template <class Form>
 inline void score(typename Form::State& state, const Keys& keys, const Piece& piece, std::size_t rows, std::size_t dim,
                   const Workspace<Form>& ws) {
-  const char *far[kPieceUnits], *near[kPieceUnits];
-  for (std::size_t i = 0; i < piece.num_units; ++i) {
-    far[i] = piece.at(i, kFarBytes, keys.unit_bytes());
-    near[i] = piece.at(i, kNearBytes, keys.unit_bytes());
+  const char *far[kPieceUnits], *near[kPieceUnits], *whole[kPieceUnits];
+  for (std::size_t i = 0; i < piece.num_units && i < kPieceUnits; ++i) {
+    far[i] = piece.at(i, kFarBytes);
+    near[i] = piece.at(i, kNearBytes);
+    if (!keys.is_k_packed()) continue;
+    char* to = ws.k_whole + i * keys.unit_bytes();
+    unpack_k_unit(piece.order[i], far[i], near[i], keys.k_scales(piece.first_key + 16 * i), keys.block_size(), dim, to);
+    whole[i] = far[i] = near[i] = to;  // what is near is fetched again, which costs nothing
   }
-  const Columns columns{piece.order, far, near, piece.num_units, keys.unit_bytes() / 64};
+  const Columns columns{keys.is_k_packed() ? whole : piece.order, far, near, piece.num_units, keys.unit_bytes() / 64};
   Form::multiply(state, rows, ws.q, dim, columns, {ws.scores, kPieceTokens, false, ws.q_factors});
 }
 
 // Scales of the keys of a piece, 0 where a key is not visible.
-inline void load_scales(const float* scales, const Keys& keys, const AttendRange& range, const Piece& piece,
-                        float* to) {
+template <class ScalesOf>
+inline void load_scales(const ScalesOf& scales_of, const AttendRange& range, const Piece& piece, float* to) {
   // NOTE: a piece has at most kPieceUnits units; GCC 13 warns of an overflow unless the loop says so itself.
   for (std::size_t i = 0; i < piece.num_units && i < kPieceUnits; ++i) {
-    memcpy(to + 16 * i, scales + keys.slot(piece.first_key + 16 * i), 16 * sizeof(float));
+    memcpy(to + 16 * i, scales_of(piece.first_key + 16 * i), 16 * sizeof(float));
   }
   const std::size_t end = range.first_key + range.num_keys;
   for (std::size_t i = 0; i < 16 * piece.num_units; ++i) {
@@ -287,6 +331,17 @@ inline const char* hide_rows(const char* group, std::size_t first_key, const Att
   return copy;
 }
 
+// A group of packed V; what lies far and near behind each line in the order of reading is fetched.
+inline void unpack_v_group(const Piece& piece, std::size_t unit, const float* words, std::size_t block_size,
+                           std::size_t depth, std::size_t dim, char* to) {
+  const std::size_t column_bytes = 16 * depth;
+  for (std::size_t pair = 0; pair < dim / 32; ++pair) {
+    const std::size_t offset = pair * column_bytes;
+    unpack_v_columns(piece.order[unit] + offset, piece.at(unit, offset + kFarBytes), piece.at(unit, offset + kNearBytes),
+                     words + (1 + pair) * block_size, depth, to + 2 * offset);
+  }
+}
+
 template <class Form>
 inline void add_values(typename Form::State& state, const Keys& keys, const AttendRange& range, const Piece& piece,
                        std::size_t rows, std::size_t dim, const Workspace<Form>& ws) {
@@ -300,6 +355,11 @@ inline void add_values(typename Form::State& state, const Keys& keys, const Atte
     const std::size_t key = piece.first_key + token;
     const std::size_t unit = piece.num_units + token / 16;
     const char* group = piece.order[unit];
+    if (keys.is_v_packed()) {
+      char* to = ws.v_whole + token * dim;
+      unpack_v_group(piece, unit, keys.v_scales(key), keys.block_size(), depth, dim, to);
+      group = to;
+    }
     if (key < range.first_key) {
       group = hide_rows<typename Form::Element>(group, key, range, depth, dim, ws.first_group);
     } else if (key + depth > end) {
@@ -307,8 +367,8 @@ inline void add_values(typename Form::State& state, const Keys& keys, const Atte
     }
     for (std::size_t j = 0; j < num_columns; ++j) {
       lines[j] = group + j * column_bytes;
-      far[j] = piece.at(unit, j * column_bytes + kFarBytes, keys.unit_bytes());
-      near[j] = piece.at(unit, j * column_bytes + kNearBytes, keys.unit_bytes());
+      far[j] = keys.is_v_packed() ? lines[j] : piece.at(unit, j * column_bytes + kFarBytes);
+      near[j] = keys.is_v_packed() ? lines[j] : piece.at(unit, j * column_bytes + kNearBytes);
     }
     const Columns columns{lines, far, near, num_columns, column_bytes / 64};
     Form::multiply(state, rows, ws.probs + token, kPieceTokens, columns, {ws.out, dim, true, ws.prob_factors});
@@ -342,7 +402,6 @@ void attend_as(const AttendCall& call, const AttendRange& range, char* workspace
     ws.sum[row] = 0.0f;
   }
   memset(ws.out, 0, rows * dim * sizeof(float));
-  const std::size_t scales_of_head = range.kv_head * call.num_blocks * call.tiles.block_size;
   const std::size_t last_key = range.first_key + range.num_keys;
   const std::size_t begin = range.first_key / keys.depth() * keys.depth();
   const std::size_t end = (last_key + keys.depth() - 1) / keys.depth() * keys.depth();
@@ -351,8 +410,8 @@ void attend_as(const AttendCall& call, const AttendRange& range, char* workspace
     score<Form>(state, keys, piece, rows, dim, ws);
     const bool is_edge = key < range.first_key || key + kPieceTokens > last_key;
     if (Form::kHasScales) {
-      load_scales(call.k_scales + scales_of_head, keys, range, piece, k_scales);
-      load_scales(call.v_scales + scales_of_head, keys, range, piece, v_scales);
+      load_scales([&](std::size_t at) { return keys.k_scales(at); }, range, piece, k_scales);
+      load_scales([&](std::size_t at) { return keys.v_scales(at); }, range, piece, v_scales);
     }
     for (std::size_t row = 0; row < rows; ++row) {
       float* scores = ws.scores + row * kPieceTokens;

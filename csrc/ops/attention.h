@@ -61,12 +61,14 @@ class KeyBatch {
 };
 
 struct AttendCall {
-  Number number;            // of the pool
+  Number number;            // of the pool; kInt8 where K or V is packed, too: that is what it is unpacked to
   const char* k;            // [Hkv, N, record]
   const char* v;            // likewise
-  const float* k_scales;    // [Hkv, N, P], int8 only: row = scale * integers
+  const float* k_scales;    // [Hkv, N, P], int8 only: row = scale * integers; packed: [Hkv, N, W, P] (ops/kv_int4.h)
   const float* v_scales;    // likewise
-  KVTiles tiles;
+  bool is_k_packed;         // 4-bit numbers
+  bool is_v_packed;
+  KVTiles tiles;            // of parts that are not packed, and of packed ones as they are unpacked
   std::size_t num_kv_heads, num_blocks;
   Number q_number;
   std::size_t num_rows;     // T

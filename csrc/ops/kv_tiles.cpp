@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/check.h"
+#include "ops/kv_int4.h"
 #include "ops/kv_rows.h"
 #include "ops/rows.h"
 
@@ -12,8 +13,8 @@ KVTiles make_tiles(std::size_t element_size, std::size_t block_size, std::size_t
   AMBIDEX_CHECK(element_size == 4 || element_size == 2 || element_size == 1, "element size: expected 4, 2 or 1 bytes, got ",
                 element_size);
   AMBIDEX_CHECK(block_size >= 16 && block_size % 16 == 0, "block size: expected a multiple of 16 tokens, got ", block_size);
-  AMBIDEX_CHECK(padded_dim >= 32 && padded_dim % 32 == 0 && padded_dim <= kLargestDim,
-                "padded head_dim: expected a multiple of 32 up to ", kLargestDim, ", got ", padded_dim);
+  AMBIDEX_CHECK(padded_dim >= 16 && padded_dim % 16 == 0 && padded_dim <= kLargestDim,
+                "elements of a row: expected a multiple of 16 up to ", kLargestDim, ", got ", padded_dim);
   const std::size_t pack = 4 / element_size;
   std::size_t depth = 16 * pack;
   while (block_size % depth != 0) depth /= 2;
@@ -45,7 +46,7 @@ void store_rows(ThreadPool& pool, const TiledPart& to, char* records, const std:
 }
 
 void store_values(Isa isa, Number number, const TiledPart& to, char* records, float* scales, const std::int64_t* slots,
-                  std::size_t num_rows, const float* rows) {
+                  std::size_t num_rows, std::size_t head_dim, const float* rows) {
   const std::size_t num_slots = to.num_blocks * to.tiles.block_size;
   alignas(64) char narrowed[kLargestDim * sizeof(float)];
   with_element(to.tiles.element_size, [&](auto zero) {
@@ -55,8 +56,12 @@ void store_values(Isa isa, Number number, const TiledPart& to, char* records, fl
       const auto slot = static_cast<std::size_t>(slots[t]);
       AMBIDEX_CHECK(slot < num_slots, "slots: expected up to ", num_slots, " (not included), got ", slot);
       for (std::size_t head = 0; head < to.num_heads; ++head) {
-        const float* row = rows + (t * to.num_heads + head) * to.head_dim;
-        if (number == Number::kInt8) {
+        const float* row = rows + (t * to.num_heads + head) * head_dim;
+        if (number == Number::kInt4) {
+          const std::size_t block_size = to.tiles.block_size, num_words = words_of(2 * to.tiles.padded_dim);
+          float* words = scales + ((head * to.num_blocks + slot / block_size) * num_words) * block_size + slot % block_size;
+          pack_row(isa, row, head_dim, 2 * to.tiles.padded_dim, reinterpret_cast<std::uint8_t*>(narrowed), words, block_size);
+        } else if (number == Number::kInt8) {
           scales[head * num_slots + slot] =
               quantize_row(isa, row, to.head_dim, reinterpret_cast<std::int8_t*>(narrowed));
         } else {

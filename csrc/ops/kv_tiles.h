@@ -7,6 +7,7 @@
 //   V, for each `depth` tokens:  [padded_dim / 16 columns][depth / pack lines][16 dims][pack tokens]
 //
 // so that 16 lines of bf16 or int8 are one AMX tile of q·K or of P·V, and a line is one vector of every other form.
+// Records of 4-bit numbers are those of int8 with a byte for two numbers (ops/kv_int4.h): half as many lines.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +25,7 @@ enum class KVPart { kK, kV };
 struct KVTiles {
   std::size_t element_size;  // bytes: 4, 2 or 1
   std::size_t block_size;    // P, a multiple of 16
-  std::size_t padded_dim;    // a multiple of 32
+  std::size_t padded_dim;    // elements of a row, a multiple of 16
   std::size_t pack;          // elements of a lane
   std::size_t depth;         // tokens of V that are mixed: what an AMX tile multiplies at once, if it divides a block
   std::size_t record_bytes;
@@ -47,11 +48,11 @@ struct TiledPart {
 void store_rows(ThreadPool& pool, const TiledPart& to, char* records, const std::int64_t* slots, std::size_t num_rows,
                 const char* rows);
 
-// The same from fp32 rows, which are rounded to the pool's numbers (int8: each row gets its scale in scales [Hkv, N, P],
-// null otherwise). Tokens with a negative slot are stored nowhere. Throws std::invalid_argument for a slot outside. In
+// The same from fp32 rows [T, Hkv, D], which are rounded to the pool's numbers (int8: each row gets its scale in scales
+// [Hkv, N, P]; int4: its words in scales [Hkv, N, W, P], and head_dim of `to` is that of the packed rows; null otherwise). Tokens with a negative slot are stored nowhere. Throws std::invalid_argument for a slot outside. In
 // the calling thread: for the few rows of a decode step.
 void store_values(Isa isa, Number number, const TiledPart& to, char* records, float* scales, const std::int64_t* slots,
-                  std::size_t num_rows, const float* rows);
+                  std::size_t num_rows, std::size_t head_dim, const float* rows);
 
 // rows [Hkv, n * P, D] fill the blocks block_ids [n].
 void pack_blocks(ThreadPool& pool, const TiledPart& to, char* records, const std::int64_t* block_ids,

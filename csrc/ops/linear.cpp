@@ -41,6 +41,10 @@ std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
   void pack_tile_piece(const float* x, std::size_t num_tokens, std::size_t num_in, std::size_t piece, char* packed, \
                        std::uint8_t* num_terms);                                                               \
   void multiply_tile_range(const LinearRange& range);                                                          \
+  bool has_quant_tiles(Number number);                                                                         \
+  void pack_quant_tile_piece(const float* x, std::size_t num_tokens, std::size_t num_in, std::size_t piece,    \
+                             char* packed, std::uint8_t* num_terms);                                           \
+  void multiply_quant_tile_range(const LinearRange& range);                                                    \
   }
 AMBIDEX_DECLARE_LINEAR(generic)
 AMBIDEX_DECLARE_LINEAR(avx2)
@@ -54,16 +58,23 @@ void pack_tokens(Isa isa, Number number, const float* x, std::size_t num_tokens,
   AMBIDEX_CALL(isa, pack_tokens, number, x, num_tokens, num_in, packed);
 }
 void multiply_range(Isa isa, const LinearRange& range) {
-  if (range.tiles.data != nullptr) {
+  if (range.tiles.data != nullptr && is_quantized(range.number)) {
+    AMBIDEX_CALL(isa, multiply_quant_tile_range, range);
+  } else if (range.tiles.data != nullptr) {
     AMBIDEX_CALL(isa, multiply_tile_range, range);
   } else {
     AMBIDEX_CALL(isa, multiply_range, range);
   }
 }
 std::size_t least_tile_tokens(Isa isa, Number number) { AMBIDEX_CALL(isa, least_tile_tokens, number); }
-void pack_tile_piece(Isa isa, const float* x, std::size_t num_tokens, std::size_t num_in, std::size_t piece, char* packed,
-                     std::uint8_t* num_terms) {
-  AMBIDEX_CALL(isa, pack_tile_piece, x, num_tokens, num_in, piece, packed, num_terms);
+bool has_quant_tiles(Isa isa, Number number) { AMBIDEX_CALL(isa, has_quant_tiles, number); }
+void pack_tile_piece(Isa isa, Number number, const float* x, std::size_t num_tokens, std::size_t num_in,
+                     std::size_t piece, char* packed, std::uint8_t* num_terms) {
+  if (is_quantized(number)) {
+    AMBIDEX_CALL(isa, pack_quant_tile_piece, x, num_tokens, num_in, piece, packed, num_terms);
+  } else {
+    AMBIDEX_CALL(isa, pack_tile_piece, x, num_tokens, num_in, piece, packed, num_terms);
+  }
 }
 
 void LinearPool::multiply(Isa isa, const Matrices& matrices, const float* x, std::size_t num_tokens,
@@ -72,9 +83,12 @@ void LinearPool::multiply(Isa isa, const Matrices& matrices, const float* x, std
   AMBIDEX_CHECK(matrices.num_in % block_of(matrices.number).numbers == 0, "weights: ", matrices.num_in,
                 " columns are no whole blocks of ", block_of(matrices.number).numbers);
   std::lock_guard<std::mutex> lock(threads_.mutex());
-  in_tiles_ = num_tokens > 0 && num_tokens >= least_tile_tokens(isa, matrices.number);
-  const std::size_t num_pieces = in_tiles_ ? tile_blocks(num_tokens) * tile_pieces(matrices.num_in) : 0;
-  const std::size_t packed_size = in_tiles_ ? num_pieces * kMostTerms * kPieceBytes / sizeof(float)
+  in_tiles_ = num_tokens > 0 && (is_quantized(matrices.number)
+                                     ? tiles_quantized_ && has_quant_tiles(isa, matrices.number)
+                                     : num_tokens >= least_tile_tokens(isa, matrices.number));
+  const std::size_t pieces_per_block = tile_pieces(matrices.number, matrices.num_in);
+  const std::size_t num_pieces = in_tiles_ ? tile_blocks(num_tokens) * pieces_per_block : 0;
+  const std::size_t packed_size = in_tiles_ ? num_pieces * tile_piece_bytes(matrices.number) / sizeof(float)
                                             : num_tokens * packed_width(isa, matrices.number, matrices.num_in);
   if (packed_capacity_ < packed_size) {
     packed_.reset(new (std::align_val_t{kTileBytes}) float[packed_size]);
@@ -92,8 +106,9 @@ void LinearPool::multiply(Isa isa, const Matrices& matrices, const float* x, std
   for (const Matrix& part : matrices.parts) num_rows += part.num_out;
   const std::size_t even_share = num_rows * bytes_per_row / (threads_.num_threads() * kChunksPerThread);
   if (in_tiles_) {
-    // x is read again for each chunk: as many rows as tokens make both reads alike.
-    const std::size_t most = std::min(kMostTileRows, tile_blocks(num_tokens) * kTileRows);
+    // x is read again for each chunk: as many rows as tokens make both reads alike, four times as many rows of 4 bits.
+    const std::size_t alike = is_quantized(matrices.number) ? kMostTileRows : tile_blocks(num_tokens) * kTileRows;
+    const std::size_t most = std::min(kMostTileRows, alike);
     const std::size_t even_rows = num_rows / (threads_.num_threads() * kTileChunksPerThread) / kTileRows * kTileRows;
     rows_per_chunk_ = std::min(most, std::max(kTileRows, even_rows));
   } else {
@@ -129,13 +144,14 @@ void LinearPool::pack_some() {
 }
 
 void LinearPool::pack_tiles() {
-  const std::size_t num_pieces = tile_pieces(matrices_->num_in);
+  const std::size_t num_pieces = tile_pieces(matrices_->number, matrices_->num_in);
+  const std::size_t piece_bytes = tile_piece_bytes(matrices_->number);
   const std::size_t count = tile_blocks(num_tokens_) * num_pieces;
   for (std::size_t idx; (idx = next_chunk_.fetch_add(1, std::memory_order_relaxed)) < count;) {
     const std::size_t token = idx / num_pieces * kTileTokens;
-    pack_tile_piece(isa_, x_ + token * matrices_->num_in, std::min(kTileTokens, num_tokens_ - token), matrices_->num_in,
-                    idx % num_pieces, reinterpret_cast<char*>(packed_.get()) + idx * kMostTerms * kPieceBytes,
-                    &terms_[idx]);
+    pack_tile_piece(isa_, matrices_->number, x_ + token * matrices_->num_in,
+                    std::min(kTileTokens, num_tokens_ - token), matrices_->num_in, idx % num_pieces,
+                    reinterpret_cast<char*>(packed_.get()) + idx * piece_bytes, &terms_[idx]);
   }
 }
 

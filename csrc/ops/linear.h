@@ -42,12 +42,24 @@ constexpr std::size_t kPieceBytes = kPieceNumbers * kTileTokens * 2;
 constexpr std::size_t kMostTerms = 3;
 constexpr std::size_t kMostTileRows = 64;  // of a range
 
+// x for quantised weights in tiles (quant_tiles-inl.h): pieces of 8 runs of 32 numbers. A piece of a block holds its two
+// terms, each 8 left operands of 16 tokens, then the 8 times 16 sums of them.
+constexpr std::size_t kQuantPieceRuns = 8, kQuantPieceNumbers = kQuantPieceRuns * kTileNumbers, kQuantTerms = 2;
+constexpr std::size_t kQuantTermBytes = kQuantPieceNumbers * kTileTokens * 2;
+constexpr std::size_t kQuantPieceBytes = kQuantTerms * kQuantTermBytes + kQuantPieceRuns * kTileTokens * sizeof(float);
+
 constexpr std::size_t tile_blocks(std::size_t num_tokens) { return (num_tokens + kTileTokens - 1) / kTileTokens; }
 constexpr std::size_t tile_pieces(std::size_t num_in) { return (num_in + kPieceNumbers - 1) / kPieceNumbers; }
+constexpr std::size_t tile_pieces(Number number, std::size_t num_in) {
+  return is_quantized(number) ? (num_in + kQuantPieceNumbers - 1) / kQuantPieceNumbers : tile_pieces(num_in);
+}
+constexpr std::size_t tile_piece_bytes(Number number) {
+  return is_quantized(number) ? kQuantPieceBytes : kMostTerms * kPieceBytes;
+}
 
 struct TokenTiles {
-  const char* data;           // [blocks][pieces][kMostTerms][kPieceBytes], 64-byte aligned; or null: x is not in tiles
-  const std::uint8_t* terms;  // [blocks][pieces], 1 or kMostTerms
+  const char* data;           // [blocks][pieces][tile_piece_bytes], 64-byte aligned; or null: x is not in tiles
+  const std::uint8_t* terms;  // [blocks][pieces], 1 or the most
 };
 
 // `num_rows` rows of a matrix from first_row on, times all tokens.
@@ -67,7 +79,9 @@ struct LinearRange {
 // The memory that linear keeps from call to call, and the threads that it shares with other ops.
 class LinearPool {
  public:
-  explicit LinearPool(ThreadPool& threads) : threads_(threads) {}
+  // Where the instruction set has tiles, tiles_quantized says whether 4-bit weights are multiplied in them.
+  explicit LinearPool(ThreadPool& threads, bool tiles_quantized = false)
+      : threads_(threads), tiles_quantized_(tiles_quantized) {}
 
   // x: [num_tokens, num_in]; products: one for each matrix. Each weight is read from memory once, whatever the number of
   // tokens. Products and sums are fp32. Two calls at a time run one after the other. Allocates only when a call is larger
@@ -81,6 +95,7 @@ class LinearPool {
   void work();
 
   ThreadPool& threads_;
+  const bool tiles_quantized_;
   struct Release {
     void operator()(float* floats) const { ::operator delete[](floats, std::align_val_t{kTileBytes}); }
   };

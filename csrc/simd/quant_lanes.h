@@ -23,6 +23,16 @@ inline void load_nibbles(const char* p, IntLanes (&parts)[4]) {
   parts[3] = {_mm512_srli_epi16(line, 12)};
 }
 
+// The same pairs as bf16, 16 more each: integers in the four bits below the exponent of 16. Four lines at `to`.
+inline void store_nibbles_from_16(const char* p, char* to) {
+  const __m512i line = _mm512_loadu_si512(p), mask = _mm512_set1_epi16(0x78), sixteen = _mm512_set1_epi16(0x4180);
+  constexpr int kMaskThenOr = 0xea;
+  _mm512_store_si512(to, _mm512_ternarylogic_epi32(_mm512_slli_epi16(line, 3), mask, sixteen, kMaskThenOr));
+  _mm512_store_si512(to + 64, _mm512_ternarylogic_epi32(_mm512_srli_epi16(line, 1), mask, sixteen, kMaskThenOr));
+  _mm512_store_si512(to + 128, _mm512_ternarylogic_epi32(_mm512_srli_epi16(line, 5), mask, sixteen, kMaskThenOr));
+  _mm512_store_si512(to + 192, _mm512_ternarylogic_epi32(_mm512_srli_epi16(line, 9), mask, sixteen, kMaskThenOr));
+}
+
 // Integers of a few bits of the words in a line, and the signed bytes of them.
 inline IntLanes bit_field(const char* p, int shift, int32_t mask) {
   const __m512i words = _mm512_srl_epi32(_mm512_loadu_si512(p), _mm_cvtsi32_si128(shift));
@@ -122,6 +132,19 @@ inline void load_nibbles(const char* p, IntLanes (&parts)[4]) {
       parts[part].x[i] = static_cast<int32_t>(words[i] >> 4 * part & 15u);
       parts[part].x_high[i] = static_cast<int32_t>(words[i] >> (16 + 4 * part) & 15u);
     }
+  }
+}
+
+// The same pairs as bf16, 16 more each: integers in the four bits below the exponent of 16. Four lines at `to`.
+inline void store_nibbles_from_16(const char* p, char* to) {
+  uint32_t words[16], pairs[16];
+  memcpy(words, p, sizeof words);
+  for (int part = 0; part < 4; ++part) {
+    for (int i = 0; i < 16; ++i) {
+      const uint32_t moved = part == 0 ? words[i] << 3 : words[i] >> (4 * part - 3);
+      pairs[i] = (moved & 0x00780078u) | 0x41804180u;
+    }
+    memcpy(to + 64 * part, pairs, sizeof pairs);
   }
 }
 

@@ -86,7 +86,8 @@ Part make_part(const Shape& shape, KVPart kind, std::size_t num_blocks, const st
     }
   }
   store_values(Isa::kGeneric, shape.number, to, part.records.data(),
-               shape.number == Number::kInt8 ? part.scales.data() : nullptr, places.data(), places.size(), rows.data());
+               shape.number == Number::kInt8 ? part.scales.data() : nullptr, places.data(), places.size(), shape.dim,
+               rows.data());
   std::vector<char> gathered(kHeads * slots * shape.dim * size_of(shape.number));
   std::vector<std::int64_t> ids;
   for (std::size_t i = 0; i < num_blocks; ++i) ids.push_back(static_cast<std::int64_t>(i));

@@ -20,6 +20,12 @@
 #include "ops/linear.h"
 #include "ops/quant.h"
 
+namespace ambidex::emulated {
+void pack_quant_tile_piece(const float* x, std::size_t num_tokens, std::size_t num_in, std::size_t piece, char* packed,
+                           std::uint8_t* num_terms);
+void multiply_quant_tile_range(const LinearRange& range);
+}  // namespace ambidex::emulated
+
 namespace {
 
 using namespace ambidex;
@@ -163,7 +169,7 @@ int check_unpack(Isa isa, const Shape& shape, std::size_t num_rows, std::mt19937
   return report(wrong, "unpack", isa, shape);
 }
 
-int check_multiply(Isa isa, ThreadPool& threads, const Shape& shape) {
+int check_multiply(Isa isa, ThreadPool& threads, const Shape& shape, bool tiles = false) {
   std::mt19937 random(static_cast<unsigned>(shape.num_in * 31 + shape.num_tokens));
   std::normal_distribution<float> normal;
   const std::size_t num_blocks = shape.num_in / 32;
@@ -192,7 +198,7 @@ int check_multiply(Isa isa, ThreadPool& threads, const Shape& shape) {
     matrices.parts.push_back({memory[m]->data, shape.has_bias ? biases[m].data() : nullptr, shape.num_out[m]});
     products.push_back({ys[m].data(), shape.has_residual ? residuals[m].data() : nullptr});
   }
-  LinearPool pool(threads);
+  LinearPool pool(threads, tiles);
   pool.multiply(isa, matrices, x, shape.num_tokens, products.data());
   int wrong = 0;
   const std::size_t bytes = row_bytes(shape.number, shape.num_in);
@@ -224,7 +230,7 @@ int check_multiply(Isa isa, ThreadPool& threads, const Shape& shape) {
 }
 
 // A damaged scale makes its row not finite and leaves the others alone; so does x in its token.
-int check_damage(Isa isa, ThreadPool& threads, Number number) {
+int check_damage(Isa isa, ThreadPool& threads, Number number, bool tiles = false) {
   const std::size_t num_in = 256, num_rows = 40, num_tokens = 3;
   const Shape shape{number, num_in, num_tokens, {num_rows}, false, false};
   std::mt19937 random(1);
@@ -238,7 +244,7 @@ int check_damage(Isa isa, ThreadPool& threads, Number number) {
   x[2 * num_in + 255] = std::numeric_limits<float>::infinity();
   const Matrices matrices{number, num_in, {{packed->data, nullptr, num_rows}}};
   const Product product{y.data(), nullptr};
-  LinearPool(threads).multiply(isa, matrices, x.data(), num_tokens, &product);
+  LinearPool(threads, tiles).multiply(isa, matrices, x.data(), num_tokens, &product);
   int wrong = 0;
   for (std::size_t n = 0; n < num_rows; ++n) {
     wrong += std::isfinite(y[n]) != (n != 5 && n != 37);
@@ -247,12 +253,95 @@ int check_damage(Isa isa, ThreadPool& threads, Number number) {
   return report(wrong, "damage", isa, shape);
 }
 
+// The kernel in tiles, over emulated ones: x of bf16 numbers alone has one term, other x two; ranges of all heights, and
+// tokens whose results must not depend on how many there are.
+int check_tiles(Number number, std::size_t num_in, std::size_t num_rows, std::size_t num_tokens, bool is_exact) {
+  const Shape shape{number, num_in, num_tokens, {num_rows}, true, true};
+  std::mt19937 random(static_cast<unsigned>(num_in + 31 * num_rows + 1009 * num_tokens));
+  std::normal_distribution<float> normal;
+  const Guarded x_bytes(num_tokens * num_in * sizeof(float));
+  auto* x = reinterpret_cast<float*>(x_bytes.data);
+  for (std::size_t i = 0; i < num_tokens * num_in; ++i) {
+    x[i] = normal(random) * (random() % 50 == 0 ? 300.0f : 1.0f);
+    if (is_exact || i % num_in < kQuantPieceNumbers) {
+      std::uint32_t bits;
+      std::memcpy(&bits, &x[i], sizeof bits);
+      bits &= 0xffff0000u;
+      std::memcpy(&x[i], &bits, sizeof bits);
+    }
+  }
+  const std::vector<std::uint8_t> rows = make_rows(shape, num_rows, random);
+  const auto weights = pack(shape, rows, num_rows);
+  std::vector<float> bias(num_rows), residual(num_tokens * num_rows), y(num_tokens * num_rows, NAN);
+  std::vector<float> alone(num_rows, NAN);
+  for (float& b : bias) b = normal(random);
+  for (float& r : residual) r = normal(random);
+  const std::size_t num_pieces = tile_pieces(number, num_in);
+  std::vector<std::uint8_t> terms(tile_blocks(num_tokens) * num_pieces);
+  const Guarded packed(terms.size() * kQuantPieceBytes);
+  const auto multiply = [&](std::size_t first_token, std::size_t count, float* to) {
+    for (std::size_t i = 0; i < tile_blocks(count) * num_pieces; ++i) {
+      const std::size_t token = i / num_pieces * kTileTokens;
+      emulated::pack_quant_tile_piece(x + (first_token + token) * num_in, std::min(kTileTokens, count - token), num_in,
+                                      i % num_pieces, reinterpret_cast<char*>(packed.data) + i * kQuantPieceBytes,
+                                      &terms[i]);
+    }
+    emulated::multiply_quant_tile_range({number, weights->data, bias.data(), num_rows, num_in, nullptr,
+                                         {reinterpret_cast<const char*>(packed.data), terms.data()}, count, to,
+                                         residual.data() + first_token * num_rows, num_rows});
+  };
+  multiply(0, num_tokens, y.data());
+  int wrong = 0;
+  for (std::size_t i = 0; i < terms.size(); ++i) wrong += terms[i] != (is_exact || i % num_pieces == 0 ? 1 : kQuantTerms);
+  multiply(num_tokens - 1, 1, alone.data());
+  wrong += std::memcmp(alone.data(), &y[(num_tokens - 1) * num_rows], num_rows * sizeof(float)) != 0;
+  const std::size_t bytes = row_bytes(number, num_in);
+  for (std::size_t n = 0; n < num_rows; ++n) {
+    std::vector<Stored> stored;
+    for (std::size_t k = 0; k < num_in; ++k) stored.push_back(read_stored(number, rows.data() + n * bytes, k));
+    for (std::size_t t = 0; t < num_tokens; ++t) {
+      const double added[] = {bias[n], residual[t * num_rows + n]};
+      double sum = added[0] + added[1], size = std::abs(added[0]) + std::abs(added[1]), rounded = 0.0;
+      for (std::size_t k = 0; k < num_in; ++k) {
+        const double value = x[t * num_in + k];
+        sum += stored[k].value() * value;
+        rounded += std::abs(stored[k].value() * value);
+        const double offset = number == Number::kQ4_0 ? 24.0 : 16.0;  // that is added to integers, and taken off again
+        size += std::abs((stored[k].integer + 2.0 * offset) * stored[k].scale * value);
+        size += std::abs(stored[k].min * value);
+      }
+      // What two terms leave out of x, and a sum in fp32 of what is added.
+      const double summed = std::sqrt(4.0 + static_cast<double>(num_in)) * 0x1p-24 * size;
+      wrong += !(std::abs(y[t * num_rows + n] - sum) <= summed + (is_exact ? 0.0 : 0x1p-16 * rounded));
+    }
+  }
+  return report(wrong, is_exact ? "emulated tiles, bf16" : "emulated tiles", Isa::kGeneric, shape);
+}
+
+int check_all_tiles() {
+  int wrong = 0;
+  for (Number number : {Number::kQ4_0, Number::kQ4_1, Number::kQ4_K}) {
+    const std::size_t step = block_of(number).numbers;
+    for (std::size_t num_blocks : {1, 7, 8, 19}) {
+      for (std::size_t num_rows : {1, 16, 17, 64}) {
+        for (std::size_t num_tokens : {1, 3, 8, 16, 17, 40, 130}) {
+          if (num_tokens > 40 && num_rows > 17) continue;
+          for (bool is_exact : {true, false}) {
+            wrong += check_tiles(number, num_blocks * step, num_rows, num_tokens, is_exact);
+          }
+        }
+      }
+    }
+  }
+  return wrong;
+}
+
 }  // namespace
 
 int main() {
   ThreadPool one(1, 0), three(3, 20);
   std::mt19937 random(7);
-  int wrong = 0, cases = 0;
+  int wrong = check_all_tiles(), cases = 0;
   for (Isa isa : available_isas()) {
     for (Number number : kTypes) {
       const std::size_t step = block_of(number).numbers;
@@ -267,6 +356,12 @@ int main() {
       }
       wrong += check_damage(isa, three, number);
       ++cases;
+      if (isa != Isa::kAmx) continue;
+      for (std::size_t tokens = 0; tokens <= 40; ++tokens, ++cases) {
+        wrong += check_multiply(isa, three, {number, 768, tokens, {67, 1, 130}, tokens % 2 == 1, tokens % 4 == 0}, true);
+        wrong += check_multiply(isa, three, {number, 2816, tokens, {600}, false, true}, true);
+      }
+      wrong += check_damage(isa, three, number, true);
     }
   }
   std::printf("quant: %d cases, %d wrong values\n", cases, wrong);

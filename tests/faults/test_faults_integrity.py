@@ -31,6 +31,8 @@ FORMATS = {
     "tiles": {},
     "rows": {"block_size": 12, "kv_gpu_tokens": 96},  # no multiple of 16: no tile order
     "int8": {"kv_dtype": KVDTypeChoice.INT8},
+    "k=int8,v=int4": {"kv_dtype": "k=int8,v=int4"},
+    "int4": {"kv_dtype": "int4"},
     "no tokens on the accelerator": {"kv_gpu_tokens": 0, "num_sink_tokens": 0},
 }
 

@@ -30,6 +30,7 @@ class World:
     pools: tuple[Tensor, Tensor]
     scales: tuple[Tensor | None, Tensor | None]
     q: Tensor
+    ids: Tensor
 
 
 def make_world(dtype: torch.dtype, num_keys: int, *, sharpness: float = 3.0, seed: int = 0) -> World:
@@ -59,12 +60,16 @@ def make_world(dtype: torch.dtype, num_keys: int, *, sharpness: float = 3.0, see
         norms=torch.zeros(HEADS, num_blocks, 2),
     )
     BOUNDED.copy_for_scan(pools[0], pools[1], ids, layer, head_dim=DIM, k_scales=k_scales)
-    batch = native.KeyBatch(
+    q = torch.randn((1, HEADS * GROUP, DIM), generator=generator) * sharpness
+    batch = make_batch(ids, num_keys)
+    return World(layer, batch, rows[0], rows[1], (pools[0], pools[1]), (k_scales, v_scales), q, ids)
+
+
+def make_batch(ids: Tensor, num_keys: int) -> native.KeyBatch:
+    return native.KeyBatch(
         ids, torch.tensor([0, len(ids)]), torch.tensor([0]), torch.tensor([num_keys]), torch.tensor([0, 1]),
         block_size=BLOCK,
     )  # fmt: skip
-    q = torch.randn((1, HEADS * GROUP, DIM), generator=generator) * sharpness
-    return World(layer, batch, rows[0], rows[1], (pools[0], pools[1]), (k_scales, v_scales), q)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -82,18 +87,41 @@ def test_what_is_left_out_and_the_error_stay_within_what_is_stated(
                 torch.randn(world.q.shape, generator=generator),
                 torch.randn(world.q.shape[:2], generator=generator) + 6,
             )
-        out, lse, figures = BOUNDED.attend_bounded(
+        answer = BOUNDED.attend_bounded(
             world.q, world.layer, world.batch, scale=SCALE, max_mass=max_mass, near=near, isa=isa
         )
-        truth = attend_bounded(world.q, world.k, world.v, scale=SCALE, max_mass=0.0, near=near)
-        mass, share, longest, out_norm, _ = figures.double().unbind(-1)
-        true_mass = -torch.expm1(lse.double() - truth.lse)
-        assert (true_mass <= mass + (share - mass) + 2e-4).all()
-        assert (mass <= max_mass * (1 + 1e-5)).all()
-        error = (out.double() - truth.out).norm(dim=-1)
-        assert (error <= share * (longest + out_norm) + 1e-4 * longest).all()
-        assert torch.allclose(out_norm, out.double().norm(dim=-1), rtol=1e-4)
-        assert (longest >= world.v.double().norm(dim=-1).amax(-1).repeat_interleave(GROUP) * (1 - 1e-6)).all()
+        check_answer(world, near, max_mass, answer)
+
+
+Near = tuple[Tensor, Tensor] | None
+
+
+def check_answer(world: World, near: Near, max_mass: float, answer: tuple[Tensor, Tensor, Tensor]) -> None:
+    """What an answer has left out is no more than was allowed, and with its error within what it says."""
+    out, lse, figures = answer
+    truth = attend_bounded(world.q, world.k, world.v, scale=SCALE, max_mass=0.0, near=near)
+    mass, share, longest, out_norm, _ = figures.double().unbind(-1)
+    true_mass = -torch.expm1(lse.double() - truth.lse)
+    assert (true_mass <= mass + (share - mass) + 2e-4).all()
+    assert (mass <= max_mass * (1 + 1e-5)).all()
+    error = (out.double() - truth.out).norm(dim=-1)
+    assert (error <= share * (longest + out_norm) + 1e-4 * longest).all()
+    assert torch.allclose(out_norm, out.double().norm(dim=-1), rtol=1e-4)
+    assert (longest >= world.v.double().norm(dim=-1).amax(-1).repeat_interleave(GROUP) * (1 - 1e-6)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rule_that_is_broken_is_seen(dtype: torch.dtype) -> None:
+    """More left out than was allowed, keys missing that it does not tell of, and figures of another answer."""
+    world = make_world(dtype, 700)
+    out, lse, figures = BOUNDED.attend_bounded(world.q, world.layer, world.batch, scale=SCALE, max_mass=0.01)
+    check_answer(world, None, 0.01, (out, lse, figures))
+    more = BOUNDED.attend_bounded(world.q, world.layer, world.batch, scale=SCALE, max_mass=0.1)
+    few = make_batch(world.ids[:-1], (len(world.ids) - 1) * BLOCK)
+    fewer = BOUNDED.attend_bounded(world.q, world.layer, few, scale=SCALE, max_mass=0.01)
+    for broken in (more, fewer, (more[0], more[1], figures), (out * 1.1, lse, figures)):
+        with pytest.raises(AssertionError):
+            check_answer(world, None, 0.01, broken)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

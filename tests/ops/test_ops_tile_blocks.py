@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ambidex.core.errors import ShapeError
 from ambidex.kernels import api, dispatch, tiles
-from ambidex.kernels.reference import kv_tiles
+from ambidex.kernels.reference import int4, kv_tiles
 from triton_device import HAS_INTERPRETER
 
 NAMES = [
@@ -134,9 +134,70 @@ def test_fetch_blocks_copies_scattered_blocks_as_they_are(
     assert torch.equal(out.cpu(), pool[:, ids])
 
 
-def test_scales_without_int8_are_refused() -> None:
+def make_pool(kind: str, heads: int, num_blocks: int, block_size: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Tiles of two layers, [2, heads, …], and their scales; nothing is stored there."""
+    shape, row = (2, heads, num_blocks), kv_tiles.padded_dim(head_dim)
+    if kind == "int4":
+        words = torch.full((*shape, int4.num_words(row), block_size), -1.0)
+        return torch.full((*shape, block_size, row // 2), 0xA5, dtype=torch.uint8), words
+    return torch.full((*shape, block_size, row), 99, dtype=torch.int8), torch.full((*shape, block_size), -1.0)
+
+
+@pytest.mark.parametrize(("device", "name"), NAMES)
+@pytest.mark.parametrize(("k_kind", "v_kind"), [("int4", "int4"), ("int8", "int4"), ("int4", "int8")])
+@pytest.mark.parametrize(("block_size", "head_dim"), SHAPES)
+def test_int4_blocks_hold_what_the_reference_packs_and_nothing_else(
+    block_size: int, head_dim: int, k_kind: str, v_kind: str, device: str, name: str
+) -> None:
+    rows = [torch.randn(2, 2, 3 * block_size, head_dim, generator=torch.Generator().manual_seed(i)) for i in (5, 6)]
+    rows[0][..., 3] *= 9  # a channel that is larger than the others, as K has them
+    made = [make_pool(kind, 2, 5, block_size, head_dim) for kind in (k_kind, v_kind)]
+    pools, scales = ([host(part[i].clone(), device) for part in made] for i in (0, 1))
+    jobs = [(0, 3, 0, block_size), (block_size, 1, 0, 7), (block_size + 7 - 9, 4, 9, block_size)]
+    with dispatch.override("pack_blocks", name):
+        tiles.pack_blocks(
+            rows[0].to(device), rows[1].to(device), torch.tensor(jobs, device=device), *pools,
+            k_scales=scales[0], v_scales=scales[1],
+        )  # fmt: skip
+    if device == "cuda":
+        torch.cuda.synchronize()
+    unpacks, packs = (kv_tiles.unpack_k, kv_tiles.unpack_v), (kv_tiles.pack_k, kv_tiles.pack_v)
+    for i, kind in enumerate((k_kind, v_kind)):
+        wanted = unpacks[i](made[i][0], made[i][0].shape[-1])
+        for row, block, first, end in jobs:
+            new = rows[i][:, :, row + first : row + end]
+            if kind == "int4":
+                packed, words = int4.pack_rows(new)
+                made[i][1][:, :, block, :, first:end] = words.transpose(2, 3)
+            else:
+                packed, made[i][1][:, :, block, first:end] = api.quantize_rows(new)
+            wanted[:, :, block, first:end] = torch.nn.functional.pad(packed, (0, wanted.shape[-1] - packed.shape[-1]))
+        assert torch.equal(pools[i], packs[i](wanted))
+        assert torch.equal(scales[i].view(torch.int32), made[i][1].view(torch.int32))
+
+
+@pytest.mark.parametrize(("device", "name"), NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("block_size", "head_dim"), SHAPES)
+def test_unpack_blocks_of_int4_k_beside_int8_v(
+    block_size: int, head_dim: int, dtype: torch.dtype, device: str, name: str
+) -> None:
+    rows = [torch.randn(2, 3, block_size, head_dim, generator=torch.Generator().manual_seed(i)) for i in (7, 8)]
+    (packed, words), (whole, scales) = int4.pack_rows(rows[0]), api.quantize_rows(rows[1])
+    outs = [torch.full((2, 3 * block_size, head_dim), torch.nan, dtype=dtype, device=device) for _ in range(2)]
+    with dispatch.override("unpack_blocks", name):
+        tiles.unpack_blocks(
+            kv_tiles.pack_k(packed).to(device), kv_tiles.pack_v(whole).to(device), *outs,
+            k_scales=words.transpose(2, 3).contiguous().to(device), v_scales=scales.to(device),
+        )  # fmt: skip
+    wanted = (int4.unpack_rows(packed, words, head_dim), whole * scales[..., None])
+    for out, expected in zip(outs, wanted, strict=True):
+        assert torch.equal(out.cpu(), expected.flatten(1, 2).to(dtype))
+
+
+def test_scales_without_integers_are_refused() -> None:
     pool, rows = torch.zeros(1, 1, 1, 16, 32), torch.zeros(1, 1, 16, 32)
-    with pytest.raises(ShapeError, match=r"k_scales: expected with int8 only, the tiles are torch\.float32"):
+    with pytest.raises(ShapeError, match=r"k_scales: expected with int8 and int4 only, the tiles are torch\.float32"):
         tiles.unpack_blocks(pool[0], pool[0], rows[0], rows[0], k_scales=torch.zeros(1, 1, 16))
 
 

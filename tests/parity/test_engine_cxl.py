@@ -45,6 +45,14 @@ def answers(engine: Engine) -> list[tuple[int, ...]]:
     return tokens(run(engine, PROMPTS, GREEDY))
 
 
+def mapped(policy: str, mapping: str) -> dict[str, Any]:
+    """Settings of a mapping, with room for what a policy keeps besides."""
+    settings = dict(MAPPINGS[mapping])
+    if policy == "hybridgen" and "dram_memory" in settings:
+        settings["dram_memory"] *= 2  # it keeps K as rows there, too
+    return settings
+
+
 def check_budgets(engine: Engine) -> None:
     """No tier held more than its budget, by the ledger and by what requests held at most."""
     ledger = engine.figures.ledger
@@ -56,10 +64,7 @@ def check_budgets(engine: Engine) -> None:
 @pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tokens_are_those_of_all_in_dram(folder: Path, policy: str, mapping: str) -> None:
-    settings = {**POLICIES[policy], **MAPPINGS[mapping]}
-    if policy == "hybridgen" and "dram_memory" in settings:
-        settings["dram_memory"] *= 2  # it keeps K as rows there, too
-    engine = make_engine(folder, **settings)
+    engine = make_engine(folder, **POLICIES[policy], **mapped(policy, mapping))
     assert answers(engine) == answers(make_engine(folder, **POLICIES[policy]))
     assert engine.stats.peak_kv_bytes[Tier.CXL] > 0
     check_budgets(engine)
@@ -93,9 +98,10 @@ def test_spilled_blocks_with_checksums(folder: Path) -> None:
     assert engine.stats.num_corrupt_blocks == 0
 
 
-def test_int8_keys_keep_their_scales_in_dram(folder: Path) -> None:
-    engine = make_engine(folder, **EMULATED, kv_dtype="int8")
-    assert answers(engine) == answers(make_engine(folder, kv_dtype="int8", graphs="off"))
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "k=int8,v=int4"])
+def test_integer_keys_keep_their_scales_in_dram(folder: Path, kv_dtype: str) -> None:
+    engine = make_engine(folder, **EMULATED, kv_dtype=kv_dtype)
+    assert answers(engine) == answers(make_engine(folder, kv_dtype=kv_dtype, graphs="off"))
     check_budgets(engine)
 
 
@@ -112,5 +118,5 @@ def test_prefix_cache_over_spilled_blocks(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("policy", ["exact", "hybridgen"])
 def test_tokens_on_a_gpu_are_those_of_all_in_dram(folder: Path, policy: str, mapping: str) -> None:
-    engine = make_engine(folder, policy=policy, device=DeviceKind.CUDA, **MAPPINGS[mapping])
+    engine = make_engine(folder, policy=policy, device=DeviceKind.CUDA, **mapped(policy, mapping))
     assert answers(engine) == answers(make_engine(folder, policy=policy, device=DeviceKind.CUDA))

@@ -16,6 +16,7 @@ from ambidex.core.policy import LANE_PRESETS, PolicyName
 from ambidex.core.request import MAX_LOGPROBS
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
+from ambidex.engine.lane_preset import follow_preset
 from ambidex.engine.outputs import RequestOutput
 from ambidex.models.divided import RingSizes
 from ambidex.runner.decode import DecodeForm
@@ -86,6 +87,40 @@ def test_on_a_gpu_answers_equal_those_of_full_attention_but_for_rounding(
         assert_equal_but_for_rounding(ours, theirs, tolerance=0.02)
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "k=int8,v=int4"])
+@pytest.mark.parametrize("name", NAMES)
+def test_keys_in_integers_are_attended_as_full_attention_over_them(name: str, kv_dtype: str, tmp_path: Path) -> None:
+    folder = make_engine_folder(tmp_path, "llama")
+    wanted = run(build(folder, "exact", kv_dtype=kv_dtype))
+    assert run(build(folder, name, kv_dtype=kv_dtype)) == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "k=int8,v=int4"])
+@pytest.mark.parametrize("dtype", [DTypeChoice.FP16, DTypeChoice.FP32])
+def test_flexgen_on_a_gpu_moves_keys_in_integers_over_the_link(
+    dtype: DTypeChoice, kv_dtype: str, tmp_path: Path
+) -> None:
+    """FlexGen's KV in few bits. The rounding of the rows is the same whoever reads them."""
+    folder = make_engine_folder(tmp_path, "llama")
+    own: dict[str, Any] = {"device": DeviceKind.CUDA, "dtype": dtype, "kv_dtype": kv_dtype, "num_sink_tokens": 0}
+    params = replace(PARAMS, logprobs=MAX_LOGPROBS)
+    wanted = run_whole(build(folder, "exact", stream_percent=0, recent_window=0, **own), params)
+    engine = build(folder, "flexgen", **own)
+    for ours, theirs in zip(run_whole(engine, params), wanted, strict=True):
+        assert_equal_but_for_rounding(ours, theirs, tolerance=0.02)
+    assert engine.report.value("compute", "stream_share").startswith("1.00")
+    assert engine.stats.lane_bytes[Lane.STREAM] > 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_keys_in_integers_are_read_by_the_cpu_unless_the_link_is_asked_for(tmp_path: Path) -> None:
+    folder = make_engine_folder(tmp_path, "llama")
+    own: dict[str, Any] = {"device": DeviceKind.CUDA, "dtype": DTypeChoice.FP16, "kv_dtype": "int4"}
+    assert build(folder, "exact", **own).report.value("compute", "stream_share").startswith("0.00")
+    assert build(folder, "exact", stream_percent=50, **own).report.value("compute", "stream_share").startswith("0.50")
+
+
 @pytest.mark.parametrize("form", [None, DecodeForm.FIXED])
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_that_do_not_fit_travel_and_the_cpu_multiplies_none(
@@ -118,6 +153,21 @@ def test_without_a_gpu_flexgen_says_that_there_is_no_link(tmp_path: Path, caplog
     assert engine.stats.fallbacks[Fallback.NO_LINK] == 1
     assert caplog.text.count("policy flexgen moves keys in DRAM to a GPU in every step, and there is no GPU") == 1
     assert Fallback.NO_LINK not in build(folder, "moe_lightning").stats.fallbacks
+
+
+def test_beside_a_gpu_flexgen_reads_all_keys_over_the_link_and_moe_lightning_none() -> None:
+    config = EngineConfig(model="m", num_sink_tokens=4)
+    followed = {
+        name: follow_preset(replace(config, policy=PolicyName(name)), has_link=True) for name in ("exact", *NAMES)
+    }
+    assert {name: own.stream_percent for name, own in followed.items()} == {
+        "exact": None, "flexgen": 100, "moe_lightning": 0,
+    }  # fmt: skip
+    assert [own.recent_window for own in followed.values()] == [None, 0, 0], "all whole blocks lie in DRAM"
+    assert all(own.num_sink_tokens == 4 for own in followed.values())
+    asked = replace(config, policy=PolicyName.FLEXGEN, recent_window=512)
+    assert follow_preset(asked, has_link=True).recent_window == 512
+    assert follow_preset(asked, has_link=False).stream_percent is None, "without a GPU nobody reads over a link"
 
 
 @pytest.mark.parametrize("name", NAMES)

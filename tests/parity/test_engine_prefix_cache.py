@@ -84,14 +84,17 @@ def test_greedy_tokens_with_a_cache_equal_those_without_under_every_split(
             engine.core.scheduler.check()
 
 
-def test_int8_tokens_of_prompts_computed_in_the_same_chunks_equal_those_without(tmp_path: Path) -> None:
-    """int8 rounds by which keys a chunk has computed itself: with chunks as long as blocks nothing differs."""
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "k=int8,v=int4"])
+def test_integer_tokens_of_prompts_computed_in_the_same_chunks_equal_those_without(
+    kv_dtype: str, tmp_path: Path
+) -> None:
+    """Attention over integers rounds by which keys a chunk has computed itself: not if chunks are blocks."""
     folder = make_engine_folder(tmp_path)
     answers = {}
     for percent in (0, 100):
         config = config_of(
             folder, DeviceKind.CPU, block_size=16, kv_gpu_tokens=48, num_sink_tokens=16, recent_window=16,
-            max_tokens_per_step=16, prefix_cache_percent=percent, kv_dtype="int8",
+            max_tokens_per_step=16, prefix_cache_percent=percent, kv_dtype=kv_dtype,
         )  # fmt: skip
         engine = build_engine(config)
         answers[percent] = [run(engine, [prompt])[0].token_ids for prompt in make_prompts() * 2]

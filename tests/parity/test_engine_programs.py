@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ambidex import EngineConfig
-from ambidex.core.config import DeviceKind, DTypeChoice, Graphs, KVDTypeChoice
+from ambidex.core.config import DeviceKind, DTypeChoice, Graphs
 from ambidex.core.ids import Lane
 from ambidex.engine.compose import build_engine
 from ambidex.models.base import AttentionOp, CausalLM
@@ -46,9 +46,9 @@ def test_greedy_tokens_of_programs_equal_the_ordinary_path(variant: str, tmp_pat
         assert engine.stats.lane_bytes[Lane.GPU] == ordinary.stats.lane_bytes[Lane.GPU], split
 
 
-@pytest.mark.parametrize("kv_dtype", [KVDTypeChoice.BF16, KVDTypeChoice.FP16, KVDTypeChoice.INT8])
+@pytest.mark.parametrize("kv_dtype", ["bf16", "fp16", "int8", "int4", "k=int8,v=int4", "k=int4,v=int8"])
 @pytest.mark.parametrize("dtype", [DTypeChoice.FP32, DTypeChoice.BF16, DTypeChoice.FP16])
-def test_programs_store_and_read_each_format(dtype: DTypeChoice, kv_dtype: KVDTypeChoice, tmp_path: Path) -> None:
+def test_programs_store_and_read_each_format(dtype: DTypeChoice, kv_dtype: str, tmp_path: Path) -> None:
     folder = make_engine_folder(tmp_path, "llama")
     settings = {"dtype": dtype, "kv_dtype": kv_dtype, **SPLITS["both tiers"]}
     wanted = run(build_engine(make_config(folder, graphs=Graphs.OFF, **settings)), greedy())

@@ -13,7 +13,7 @@ from test_engine_prefix_cache import PARAMS, config_of, make_prompts
 from test_engine_splits import DEVICES, SPLITS
 
 from ambidex import LLM
-from ambidex.core.config import DeviceKind, KVDTypeChoice
+from ambidex.core.config import DeviceKind
 from ambidex.core.errors import ConfigError
 from ambidex.engine.compose import build_engine
 from ambidex.engine.outputs import RequestOutput
@@ -92,16 +92,30 @@ def test_next_turn_of_a_conversation_begins_behind_the_saved_answer(
     assert second.num_cached_tokens == (len(whole) - 1) // 4 * 4
 
 
-def test_formats_with_scales_come_back_bit_by_bit(folder: Path, saved: Path) -> None:
-    settings = {"block_size": 16, "kv_dtype": KVDTypeChoice.INT8}
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "k=int8,v=int4"])
+def test_formats_with_scales_come_back_bit_by_bit(kv_dtype: str, folder: Path, saved: Path) -> None:
+    settings = {"block_size": 16, "kv_dtype": kv_dtype}
     with open_llm(folder, saved, **settings) as llm:
         wanted = ask(llm).token_ids
-    formats = {read_block_file(path)[0].spec.dtype for path in files_of(saved)}
-    assert "int8" in formats
+    assert kv_dtype in {str(read_block_file(path)[0].spec.dtypes) for path in files_of(saved)}
     with open_llm(folder, saved, **settings) as llm:
         output = ask(llm)
         assert llm.stats().num_restored_tokens == output.num_cached_tokens == (len(PROMPT) - 1) // 16 * 16
     assert output.token_ids == wanted
+
+
+def test_blocks_of_another_format_are_not_taken(folder: Path, saved: Path) -> None:
+    """The format is part of a block's name, and stands in its file."""
+    with open_llm(folder, saved, block_size=16, kv_dtype="k=int8,v=int4") as llm:
+        ask(llm)
+    with LLM(config_of(folder, DeviceKind.CPU, block_size=16, kv_dtype="int4")) as llm:
+        wanted = ask(llm).token_ids
+    with open_llm(folder, saved, block_size=16, kv_dtype="int4") as llm:
+        output = ask(llm)
+        assert (llm.stats().num_restored_tokens, output.num_cached_tokens) == (0, 0)
+    assert output.token_ids == wanted
+    formats = {str(read_block_file(path)[0].spec.dtypes) for path in files_of(saved)}
+    assert formats == {"k=int8,v=int4", "int4"}
 
 
 def test_changed_files_are_computed_anew_counted_and_deleted(

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_policies_fidelity import CASES, NUM_PROMPT, NUM_TOKENS, check_against
+from test_policies_fidelity import CASES, NUM_PROMPT, NUM_TOKENS, check_against, check_choices
 
 import selective_world
 from ambidex.attention.select.policy import DecodeRow, Policy, Positions, Selection, Selector
 from ambidex.core.policy import PolicyName
 from naive_policies import NaiveRun
-from selective_world import TinyModel, load_tiny_model, random_tokens
+from selective_world import SelectiveWorld, TinyModel, load_tiny_model, policy_settings, random_tokens
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +121,12 @@ def test_rule_that_is_not_followed_is_seen(
     breaks: Callable[[Any], Any],
 ) -> None:
     naive = runs(case)
+    break_selectors(monkeypatch, method, breaks)
+    assert not is_faithful(naive, case)
+
+
+def break_selectors(monkeypatch: pytest.MonkeyPatch, method: str, breaks: Callable[[Any], Any]) -> None:
+    """Policies made from now on have selectors with another method, those that have it at all."""
     make_policy = selective_world.make_policy
 
     def make_broken(*arguments: Any) -> Policy:
@@ -130,15 +136,62 @@ def test_rule_that_is_not_followed_is_seen(
         def open_broken(*of: Any) -> Selector:
             selector = open_selector(*of)
             kind = type(selector)
-            # A class of its own, not a method of the object: selectors are copied.
-            selector.__class__ = type(f"Broken{kind.__name__}", (kind,), {method: breaks(getattr(kind, method))})
+            if hasattr(kind, method):
+                # A class of its own, not a method of the object: selectors are copied.
+                selector.__class__ = type(f"Broken{kind.__name__}", (kind,), {method: breaks(getattr(kind, method))})
             return selector
 
         policy.open = open_broken  # type: ignore[method-assign]
         return policy
 
     monkeypatch.setattr(selective_world, "make_policy", make_broken)
-    assert not is_faithful(naive, case)
+
+
+ChooseFar = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def one_far_too_few(own: ChooseFar) -> ChooseFar:
+    def choose_far(self: Any, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        places, scores = own(self, *given)
+        return places[:, 1:], scores[:, :, 1:]
+
+    return choose_far
+
+
+def the_worst(own: ChooseFar) -> ChooseFar:
+    """As many of the far keys, the first ones."""
+
+    def choose_far(self: Any, row: DecodeRow, num_far: int, scores: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        places, own_scores = own(self, row, num_far, scores)
+        return torch.arange(places.shape[1]).expand_as(places), own_scores
+
+    return choose_far
+
+
+def weighed_otherwise(own: ChooseFar) -> ChooseFar:
+    def choose_far(self: Any, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        places, scores = own(self, *given)
+        return places, scores + torch.linspace(0, 0.1, scores.shape[2])
+
+    return choose_far
+
+
+@pytest.mark.parametrize("breaks", [None, one_far_too_few, the_worst, weighed_otherwise])
+@pytest.mark.parametrize("case", ["hybridgen post", "hybridgen pre"])
+def test_rule_that_the_fast_form_does_not_follow_is_seen(
+    runs: Callable[[str], NaiveRun], monkeypatch: pytest.MonkeyPatch, case: str, breaks: Callable[[Any], Any] | None
+) -> None:
+    naive = runs(case)
+    if breaks is not None:
+        break_selectors(monkeypatch, "choose_far", breaks)
+    world = SelectiveWorld(naive.tiny, policy_settings(**CASES[case][0]), is_early=True)  # type: ignore[arg-type]
+    world.add("a", naive.tokens, num_prompt=NUM_PROMPT)
+    world.run("a", chunks=[NUM_PROMPT])
+    if breaks is None:
+        check_choices(world, naive, case)
+        return
+    with pytest.raises(AssertionError):
+        check_choices(world, naive, case)
 
 
 def test_keys_that_stand_where_they_were_are_seen(

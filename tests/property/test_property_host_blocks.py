@@ -14,15 +14,24 @@ from ambidex.core.kv_mapping import KVMapping
 from ambidex.core.kv_spec import KeptRows, KVOrder, KVSpec
 from ambidex.engine.host_blocks import HostBlocks, divide_host
 
+FLOATS, INTEGERS = (DType.FP32, DType.BF16), (DType.INT8, DType.INT4)
+FORMATS = [*((dtype, dtype) for dtype in FLOATS), *((k, v) for k in INTEGERS for v in INTEGERS)]
+"""Of K and V."""
+
+
+def make_spec(
+    formats: tuple[DType, DType], num_layers: int, num_kv_heads: int, head_dim: int, block_size: int
+) -> KVSpec:
+    return KVSpec(
+        num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=formats[0], v_dtype=formats[1],
+        block_size=block_size, order=KVOrder.TILES,
+    )  # fmt: skip
+
+
 SPECS = st.builds(
-    KVSpec,
-    num_layers=st.integers(1, 5),
-    num_kv_heads=st.integers(1, 3),
-    head_dim=st.sampled_from((16, 64, 80)),
-    dtype=st.sampled_from((DType.FP32, DType.BF16, DType.INT8)),
-    block_size=st.sampled_from((16, 64)),
-    order=st.just(KVOrder.TILES),
-)
+    make_spec, st.sampled_from(FORMATS), st.integers(1, 5), st.integers(1, 3), st.sampled_from((16, 64, 80)),
+    st.sampled_from((16, 64)),
+)  # fmt: skip
 
 
 def used(host: HostBlocks) -> dict[Tier, int]:
@@ -62,9 +71,13 @@ def test_bytes_of_each_tier_are_those_of_the_layout(
     assume(mapping is not KVMapping.AUTO)
     dram, cxl = dram_blocks * spec.bytes_per_block // 3, (cxl_blocks + 3) * spec.bytes_per_block // 3
     host = divide_host(mapping, spec, dram=dram, cxl=cxl, most_blocks=most)
-    layout, layer_bytes = host.layout, spec.part_bytes_per_block / spec.num_layers
-    near = sum(layout.cxl_share(part, layer) for part in KVPart for layer in range(spec.num_layers)) * layer_bytes
-    far = layout.num_near * near + layout.num_spilled * 2 * spec.part_bytes_per_block
+    layout, part_bytes = host.layout, {part: spec.part_bytes_per_block(part) for part in KVPart}
+    near = sum(
+        layout.cxl_share(part, layer) * part_bytes[part] / spec.num_layers
+        for part in KVPart
+        for layer in range(spec.num_layers)
+    )
+    far = layout.num_near * near + layout.num_spilled * sum(part_bytes.values())
     sizes = host.bytes_of(host.num_blocks)
     assert sizes.get(Tier.CXL, 0) == pytest.approx(far)
     assert sum(sizes.values()) == layout.num_blocks * spec.bytes_per_block
@@ -80,7 +93,7 @@ def test_v_lies_in_the_cxl_tier_where_there_is_room(spec: KVSpec, most: int) -> 
 @given(SPECS, st.integers(2, 50))
 def test_v_of_first_layers_goes_to_dram_where_the_cxl_tier_is_small(spec: KVSpec, most: int) -> None:
     assume(spec.num_layers > 1)
-    cxl = most * spec.part_bytes_per_block // spec.num_layers  # V of one layer
+    cxl = most * spec.part_bytes_per_block(KVPart.V) // spec.num_layers  # V of one layer
     host = divide_host(KVMapping.K_DRAM_V_CXL, spec, dram=most * spec.bytes_per_block, cxl=cxl, most_blocks=most)
     assert (host.layout.num_near, host.layout.first_cxl_layer) == (most, spec.num_layers - 1)
 
@@ -92,7 +105,7 @@ def test_v_of_layers_in_which_the_cpu_reads_it_lies_in_dram_where_there_is_room(
     plenty = most * spec.bytes_per_block
     host = divide_host(KVMapping.K_DRAM_V_CXL, spec, dram=plenty, cxl=plenty, most_blocks=most, num_near_v=num_near_v)
     assert host.layout.first_cxl_layer == min(num_near_v, spec.num_layers - 1)
-    k_and_scales = most * (spec.part_bytes_per_block + spec.scale_bytes_per_block)
+    k_and_scales = most * (spec.part_bytes_per_block(KVPart.K) + spec.scale_bytes_per_block)
     short = divide_host(
         KVMapping.K_DRAM_V_CXL, spec, dram=k_and_scales, cxl=plenty, most_blocks=most, num_near_v=num_near_v
     )
@@ -101,10 +114,10 @@ def test_v_of_layers_in_which_the_cpu_reads_it_lies_in_dram_where_there_is_room(
 
 @given(SPECS, st.integers(1, 20))
 def test_k_is_spilled_where_dram_is_small_in_whole_pages(spec: KVSpec, units: int) -> None:
-    assume(spec.dtype is not DType.INT8)  # its scales lie in DRAM, also of spilled blocks
-    record = spec.part_bytes_per_block // (spec.num_layers * spec.num_kv_heads)
+    assume(not spec.dtype.has_scales)  # which scales lie in DRAM, also of spilled blocks
+    record = spec.part_bytes_per_block(KVPart.K) // (spec.num_layers * spec.num_kv_heads)
     most = 4 * units * (mmap.PAGESIZE // math.gcd(record, mmap.PAGESIZE))
-    dram = most // 2 * spec.part_bytes_per_block  # K of half of the blocks
+    dram = most // 2 * spec.part_bytes_per_block(KVPart.K)  # K of half of the blocks
     host = divide_host(KVMapping.K_DRAM_V_CXL, spec, dram=dram, cxl=2 * most * spec.bytes_per_block, most_blocks=most)
     assert host.layout.num_blocks == most
     assert host.layout.num_spilled == most // 2

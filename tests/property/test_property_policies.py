@@ -5,6 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ambidex.attention.select.policy import Need, PolicyRequest
 from ambidex.core.policy import PolicyName
 from selective_world import SelectiveWorld, TinyModel, load_tiny_model, policy_settings, random_tokens
 
@@ -121,6 +122,27 @@ def test_answers_do_not_depend_on_neighbours_chunks_or_preemption(
                 got = world.choices[request, layer_idx, position].mask
                 assert torch.equal(got, choice.mask), f"{request}, layer {layer_idx}, token {position}"
         assert world.num_computed[request] > num_prompt
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_prompt_that_nothing_is_decoded_after_costs_a_policy_nothing(
+    tiny: TinyModel, name: str, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first token is chosen with all keys, whatever the policy."""
+    tokens = random_tokens(31, seed=4)
+    hidden: dict[int | None, torch.Tensor] = {}
+    shown: dict[int | None, list[int]] = {None: [], 1: []}
+    for limit, own in shown.items():
+        world = SelectiveWorld(tiny, policy_settings(name, **options))
+        policy = world.attention._policy
+        kind = type(policy.open(PolicyRequest(num_prompt_tokens=30, max_output_tokens=limit), 1))
+        monkeypatch.setattr(kind, "see_prompt", lambda _self, rows, own=own: own.append(len(rows.q)))
+        monkeypatch.setattr(kind, "add_rows", lambda _self, k, _v, own=own: own.append(k.shape[1]))
+        world.add("a", tokens, num_prompt=30, max_output_tokens=limit)
+        hidden[limit] = torch.cat([world.step([("a", count)])["a"] for count in (20, 10)])
+        monkeypatch.undo()
+        assert bool(own) == (limit is None and bool(policy.needs & {Need.ROWS, Need.PROMPT}))
+    assert torch.equal(hidden[None], hidden[1])
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)

@@ -115,7 +115,15 @@ class DecodeQueries:
     def attend(
         self, layer_idx: int, work: Work, q: Tensor, k: Tensor, v: Tensor, stale_q: Tensor | None, out: Tensor
     ) -> None:
-        """Answer a request's decode queries, one after the other, into `out`."""
+        """Answer a request's decode queries, one after the other.
+
+        Args:
+            q: [T, Hq, D]; k, v: [T, Hkv, D], of all tokens of the step, rotated, and stored; stale_q: as q, made from
+                the input of the layer before; None: the policy needs none, or there is none.
+            out: [T, Hq, D], whose rows of this request's decode queries are filled.
+        Raises:
+            BoundError: an output was computed again and differs by more than its bound.
+        """
         selector, dtype = work.selectors[layer_idx], self._policy.dtype
         if work.rows is not None:
             self._rows.write(layer_idx, work, work.rows, k, v)

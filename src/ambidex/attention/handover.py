@@ -25,7 +25,7 @@ from ambidex.kernels.reference.scanned import NUM_LANE_FIGURES
 from ambidex.storage.lane_clock import LaneClock
 from ambidex.storage.lane_thread import beside
 from ambidex.storage.tiled_pool import TiledKVPool
-from ambidex.storage.words import WAIT_LIMIT_S, HostWords, StepFence, StreamWords, TimedWords, Words
+from ambidex.storage.words import WAIT_LIMIT_S, HostWords, StepFence, StreamWords, TimedWords, Words, naming
 
 
 class Handover:
@@ -158,7 +158,8 @@ class Handover:
 
     def receive(self, layer_idx: int) -> AttentionState:
         """Launch: wait for the CPU lane's answer. It is read over the link, and valid until the next layer's."""
-        self._words.wait(self._flags[1, layer_idx, :1])
+        with naming(f"the CPU lane, keys in DRAM, layer {layer_idx}"):
+            self._words.wait(self._flags[1, layer_idx, :1])
         return AttentionState(self._out_there, self._lse_there)
 
     def reset(self) -> None:
@@ -167,10 +168,15 @@ class Handover:
         Raises:
             LaneError: the accelerator has not come to the end of the last step in time.
         """
-        self._fence.wait(WAIT_LIMIT_S)
+        self._fence.wait(WAIT_LIMIT_S, self.describe)
         self._host_flags[:] = 0
         if self._is_bounded:
             self._host_seen[:] = 1
+
+    def describe(self) -> str:
+        """How far the words of the last step are, for people."""
+        asked, answered = (int((flags != 0).sum()) for flags in self._host_flags[:2, :, 0])
+        return f"of {self._flags.shape[1]} layers with keys in DRAM {asked} were asked, {answered} answered"
 
     def mark_launched(self) -> None:
         """Say that a whole step has been launched."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ambidex.core.ids import RequestId, Tier
+from ambidex.core.ids import KVPart, RequestId, Tier
 from ambidex.core.kv_spec import num_near_rows
 from ambidex.core.step import ScheduledRequest
 from ambidex.kernels import api
@@ -95,7 +95,7 @@ class NearRows:
             return q, lambda: k_rows[None, :, place]
         if angles is not None:
             q, k = api.rotate(q, *angles), api.rotate(k, *angles)
-        new_k, new_v = self._pool.round(k), self._pool.round(v)
+        new_k, new_v = self._pool.round(KVPart.K, k), self._pool.round(KVPart.V, v)
         for row, (near, place) in enumerate(zip(self._step, self._places, strict=True)):
             near.k[layer_idx, :, place] = new_k[row]
             near.v[layer_idx, :, place] = new_v[row]

@@ -31,7 +31,7 @@ class PacedReader:
             if len(part.block_ids)
         ]
         num_rows = sum(len(ids) * rows for ids, rows in reads)
-        num_bytes = len(KVPart) * num_rows * spec.row_size * spec.dtype.num_bytes
+        num_bytes = num_rows * sum(spec.row_bytes(part) for part in KVPart)
         return PacedKeys(self._reader.prepare(parts, num_tokens), self._slow, reads, num_bytes)
 
 

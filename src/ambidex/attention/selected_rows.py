@@ -60,8 +60,8 @@ class SelectedRows:
         """Write a request's new rows of a layer behind those that are there."""
         new, to = slice(work.first_row, work.first_row + work.num_rows), slice(work.start, work.start + work.num_rows)
         pool = self._pools[Tier.GPU]
-        rows.k_there[layer_idx, :, to] = pool.round(k[new]).transpose(0, 1)
-        rows.v_there[layer_idx, :, to] = pool.round(v[new]).transpose(0, 1)
+        rows.k_there[layer_idx, :, to] = pool.round(KVPart.K, k[new]).transpose(0, 1)
+        rows.v_there[layer_idx, :, to] = pool.round(KVPart.V, v[new]).transpose(0, 1)
 
     def take(self, work: Work, part: KVPart, layer_idx: int, places: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows of K or V at some places [Hkv, M], on the device: [Hkv, M, D]."""

@@ -69,5 +69,7 @@ class ShownPrompts:
 
     def _as_kept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [n, Hkv, D] as the pools keep them: [Hkv, n, D] fp32."""
-        rounded = [self._pool.round(rows).float().transpose(0, 1) for rows in (k, v)]
+        rounded = [
+            self._pool.round(part, rows).float().transpose(0, 1) for part, rows in zip(KVPart, (k, v), strict=True)
+        ]
         return rounded[0], rounded[1]

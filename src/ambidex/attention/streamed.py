@@ -16,7 +16,7 @@ from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVOrder, KVSpec
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.selection import ShareDecision, ShareState
-from ambidex.kernels import api
+from ambidex.kernels import api, tiles
 from ambidex.kernels.cuda.pinned_view import view_on_gpu
 from ambidex.storage.step_stream import StepStream
 from ambidex.storage.tiled_pool import TiledKVPool
@@ -44,13 +44,24 @@ class StreamedAttention:
         self._scale = spec.head_dim**-0.5
         self._stream = stream
         self._rows = rows
+        self._first_key = torch.zeros_like(rows.num_streamed)
 
     def attend(self, layer_idx: int, q: Tensor) -> AttentionState:
         """The state of rotated queries [B, Hq, D], once the layer's blocks have arrived; `out` is fp32."""
         self._stream.wait(layer_idx)
-        k, v = self._stream.layer(layer_idx)
-        out, lse = api.attend_tiles(q, k, v, self._rows.stream_table, self._rows.num_streamed, scale=self._scale)
+        k, v, *scales = self._stream.layer(layer_idx)
+        table, num_keys = self._rows.stream_table, self._rows.num_streamed
+        if self._stream.rows is None:
+            out, lse = api.attend_tiles(q, k, v, table, num_keys, scale=self._scale)
+            self._stream.free(layer_idx)
+            return AttentionState(out, lse)
+        k_scales, v_scales = scales
+        tiles.unpack_blocks(k, v, *self._stream.rows, k_scales=k_scales, v_scales=v_scales)
         self._stream.free(layer_idx)
+        k_rows, v_rows = (rows.view(*k.shape[:3], -1) for rows in self._stream.rows)  # [Hkv, n, P, D]
+        out, lse = api.attend_paged(
+            q, k_rows, v_rows, table, self._first_key, num_keys, scale=self._scale, out_dtype=torch.float32
+        )
         return AttentionState(out, lse)
 
 
@@ -108,9 +119,9 @@ def why_no_stream(spec: ModelSpec, kv: Mapping[Tier, KVSpec]) -> str | None:
     gpu, dram = kv[Tier.GPU], kv[Tier.DRAM]
     if dram.order is not KVOrder.TILES:
         return "K and V in DRAM are not in tile order"
-    if dram.dtype != gpu.dtype or dram.dtype.num_bytes != 2:
-        return f"K and V in DRAM are {dram.dtype}: the kernel reads 16-bit numbers of the accelerator's format"
-    if dram.row_size & (dram.row_size - 1):
+    if not dram.dtype.has_scales and (dram.dtypes != gpu.dtypes or dram.dtype.num_bits != 16):
+        return f"K and V in DRAM are {dram.dtypes}: the kernel reads 16-bit numbers of the accelerator's format"
+    if not dram.dtype.has_scales and dram.row_size & (dram.row_size - 1):
         return f"rows of {dram.row_size} numbers are no power of 2"
     if set(spec.windows) != {None}:
         return "some layers have a sliding window"

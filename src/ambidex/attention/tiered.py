@@ -13,7 +13,7 @@ from ambidex.attention.parts import PartAttention
 from ambidex.attention.readers import Prepared, Reader, make_reader
 from ambidex.attention.state import AttentionState, empty, merge, merge_rows
 from ambidex.core.errors import ShapeError
-from ambidex.core.ids import Lane, Tier
+from ambidex.core.ids import KVPart, Lane, Tier
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.step import ScheduledRequest
 from ambidex.kernels import api
@@ -145,7 +145,7 @@ class TieredAttention:
         states = []
         if view.own is not None:
             pool = self.pools[Tier.GPU]
-            states.append(attend_own(q, pool.round(k), pool.round(v), view.own, self._own))
+            states.append(attend_own(q, pool.round(KVPart.K, k), pool.round(KVPart.V, v), view.own, self._own))
         if Tier.GPU in prepared:
             states.append(prepared[Tier.GPU].attend(layer_idx, q))
         if self._stream is not None and self._num_streamed[window]:

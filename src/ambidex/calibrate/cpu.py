@@ -11,13 +11,17 @@ from ambidex.calibrate.copies import thread_counts
 from ambidex.calibrate.figures import Quantiles, measure_seconds
 from ambidex.calibrate.memory_rate import native_read_rate
 from ambidex.core.dtypes import DType
+from ambidex.core.ids import KVPart
+from ambidex.core.kv_spec import KVOrder, KVSpec
 from ambidex.core.units import MIB
 from ambidex.kernels.cpu.linear import LinearPool, Matrices
-from ambidex.kernels.cpu.native import AttentionPool, KeyBatch, ThreadPool, padded_dim
+from ambidex.kernels.cpu.native import AttentionPool, KeyBatch, ThreadPool
 from ambidex.kernels.cpu.quantized import BLOCKS, GROUP_ROWS, QuantizedMatrix, Weight, packed_bytes
 from ambidex.kernels.linear import LinearContext, LinearOp
 
-TORCH_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
+TORCH_DTYPES: Final = {
+    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8, "int4": torch.uint8,
+}  # fmt: skip
 PRODUCT_FORMATS: Final = ("fp32", "bf16", "fp16", *BLOCKS)
 ATTENTION_FORMATS: Final = tuple(dtype.value for dtype in DType)
 TOKENS: Final = (1, 4, 8, 16, 32, 64, 128)
@@ -109,20 +113,24 @@ def measure_attention(threads: ThreadPool, kind: str, buffer: Tensor) -> float:
         buffer: [n] uint8, of which one layer's keys and values are made.
     """
     dtype = TORCH_DTYPES[kind]
-    block_bytes = 2 * KV_HEADS * BLOCK_SIZE * padded_dim(HEAD_DIM) * dtype.itemsize
+    row = KVSpec(num_layers=1, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=DType(kind), block_size=BLOCK_SIZE,
+                 order=KVOrder.TILES)  # fmt: skip
+    block_bytes = 2 * row.part_bytes_per_block(KVPart.K)
     num_blocks = max(1, buffer.numel() // block_bytes)
     part = num_blocks * block_bytes // 2
     k, v = (
-        buffer[idx * part : (idx + 1) * part].view(dtype).view(KV_HEADS, num_blocks, BLOCK_SIZE, padded_dim(HEAD_DIM))
-        for idx in range(2)
+        buffer[idx * part : (idx + 1) * part].view(dtype).view(KV_HEADS, num_blocks, BLOCK_SIZE, -1) for idx in range(2)
     )
-    scales = torch.full(k.shape[:3], 0.01) if dtype == torch.int8 else None
+    scales = None
+    if num_words := row.num_scale_words(KVPart.K):
+        words = (num_words,) if dtype == torch.uint8 else ()
+        scales = torch.full((*k.shape[:2], *words, BLOCK_SIZE), 0.01)  # of int4 steps and zeros are some bytes, too
     keys = num_blocks * BLOCK_SIZE
     batch = KeyBatch(
         torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)), torch.tensor([0, num_blocks]),
         torch.zeros(1, dtype=torch.int64), torch.tensor([keys]), torch.tensor([0, 1]), block_size=BLOCK_SIZE,
     )  # fmt: skip
-    q = torch.randn((1, KV_HEADS * GROUP, HEAD_DIM)).to(torch.float32 if dtype == torch.int8 else dtype)
+    q = torch.randn((1, KV_HEADS * GROUP, HEAD_DIM)).to(dtype if dtype.is_floating_point else torch.float32)
     pool = AttentionPool(threads)
 
     def run() -> None:

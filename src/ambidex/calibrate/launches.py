@@ -36,7 +36,7 @@ def measure_launches(device: torch.device) -> float:
     spec, dtype = spec_from_hf(CONFIG), DType.BF16 if device.type == "cuda" else DType.FP32
     number = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = build_model(spec, device=device, dtype=number).eval()
-    make_dummy_weights(model, seed=0, device=device, dtype=number)
+    make_dummy_weights(model, spec, seed=0, device=device, dtype=number)
     kv = KVSpec.of(spec, dtype=dtype, block_size=BLOCK_SIZE)
     attention = TieredAttention(
         spec,

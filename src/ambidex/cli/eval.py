@@ -93,6 +93,13 @@ def _window_options() -> list[click.Parameter]:
     ]  # fmt: skip
 
 
+def _kv_options() -> list[click.Parameter]:
+    return [
+        VerbOption(["--against-kv-dtype"], metavar="FORMAT",
+                   help="number format of K and V of the run that is compared with, such as fp32; default: --kv-dtype"),
+    ]  # fmt: skip
+
+
 def _against_option(*words: str) -> click.Parameter:
     return VerbOption(
         ["--against"], type=click.Choice(words), default="exact", show_default=True,
@@ -107,10 +114,11 @@ class AgreementCommand(EvalCommand):
         super().__init__(
             "agreement",
             agreement,
-            [*_window_options(), _against_option("exact")],
+            [*_window_options(), _against_option("exact"), *_kv_options()],
             short_help="Likeliest token and KL against full attention.",
             text="Predict the tokens at the end of each context under --policy and with all keys: how often the "
-            "likeliest token is the same, the divergence KL(exact ‖ policy) in nats, and both perplexities.",
+            "likeliest token is the same, the divergence KL(exact ‖ policy) in nats, and both perplexities. With "
+            "--against-kv-dtype the other run keeps K and V in that format, so that --kv-dtype is judged, too.",
         )
 
 
@@ -265,6 +273,7 @@ def _run_windows(ctx: click.Context, kind: str, options: dict[str, Any]) -> int:
             num_predicted=options["predict"],
             num_windows=options["windows"],
             against_exact=options["against"] == "exact",
+            against_kv_dtype=options.get("against_kv_dtype"),
             progress=progress,
             tell=say,
         )

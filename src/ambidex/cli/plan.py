@@ -11,6 +11,8 @@ from ambidex.cli.settings import VerbOption
 from ambidex.cli.show import print_json, print_table, print_text, say
 from ambidex.core.dtypes import WEIGHT_BLOCKS, DType
 from ambidex.core.errors import ConfigError
+from ambidex.core.kv_dtypes import AUTO as KV_AUTO
+from ambidex.core.kv_dtypes import parse_kv_dtypes
 from ambidex.core.sparsity import OFF, parse_sparsity
 from ambidex.core.units import parse_size
 from ambidex.hw.presets import CPUS, GPUS, LINKS
@@ -86,7 +88,8 @@ class PlanCommand(click.Command):
                            help="tokens of a prompt that one step computes"),
                 VerbOption(["--weights"], type=click.Choice(list(WEIGHT_BLOCKS), case_sensitive=False),
                            help="format that all matrices are stored in; default: the files'"),
-                VerbOption(["--kv-dtype"], type=click.Choice(list(DType)), help="format of keys and values in DRAM"),
+                VerbOption(["--kv-dtype"], default=KV_AUTO, metavar="FORMAT",
+                           help="format of keys and values in DRAM, as of the setting of that name: k=int8,v=int4, …"),
                 VerbOption(["--mlp-sparsity"], default=OFF, metavar="FORM",
                            help="neurons that the CPU leaves out, as of the setting of that name: relu, teal:0.5, …"),
                 VerbOption(["--neuron-profile"], type=path,
@@ -178,7 +181,7 @@ def _make_request(services: Services, model: str, words: dict[str, Any]) -> "Pla
             context=words["context"],
             prompt=min(words["prompt"] or words["context"], spec.max_context_len),
             chunk=words["chunk"],
-            kv_dtype=DType(words["kv_dtype"]) if words["kv_dtype"] is not None else None,
+            kv_dtypes=parse_kv_dtypes(words["kv_dtype"]),
         ),
         gpu_bytes=words["gpu_memory"],
         dram_bytes=dram,

@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 
 from ambidex.core.config import EngineConfig, SettingKind
 from ambidex.core.errors import ConfigError
-from ambidex.core.policy import PolicyName
+from ambidex.core.policy import LANE_PRESETS, PolicyName
 from ambidex.core.units import parse_size
 
 ENGINE: Final = "ambidex"
@@ -171,6 +171,8 @@ class Grid:
                             [Cell(kind=CellKind.TIMELINE, context=max(self.contexts), batch=min(self.batches),
                                   kv_gpu_tokens=budget, settings=own, **shared)]
                         )  # fmt: skip
+                if variant.policy in LANE_PRESETS and any(other.name == PolicyName.EXACT for other in self.variants):
+                    continue  # it attends all keys: its quality is that of `exact`
                 quality = {"predict": self.num_predicted, "rounds": self.num_rounds, "text": self.text_name,
                            "text_sha256": self.text_sha256, **own}  # fmt: skip
                 groups.append(

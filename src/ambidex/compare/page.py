@@ -12,11 +12,16 @@ from ambidex.compare.cells import Cell, CellKind
 from ambidex.compare.folder import Line
 from ambidex.compare.tables import (
     COLUMNS,
+    FORM_NOTE,
+    FRONT_COLUMNS,
+    FRONT_NOTE,
     RATIO_NOTE,
     Entry,
     busy_note,
     find_entries,
     find_failed,
+    find_front,
+    find_fronts,
     find_ratios,
     machines_of,
     models_of,
@@ -33,15 +38,20 @@ def make_html(lines: Sequence[Line]) -> str:
             "plots": make_plots([entry for entry in entries if entry.cell.model == model])
             + _timelines([line for line in lines if line["cell"]["model"] == model]),
             "rows": [entry.row() for entry in entries if entry.cell.model == model],
+            "fronts": find_fronts([entry for entry in entries if entry.cell.model == model]),
             "ratios": find_ratios([entry for entry in entries if entry.cell.model == model]),
         }
         for model in models_of(lines)
     ]
     return _template().render(
         machines=machines_of(lines),
-        dates=sorted(line["date"] for line in lines),
+        dates=sorted({line["date"] for line in lines}),
         note=busy_note(lines),
         columns=COLUMNS,
+        forms=any(entry.is_op_by_op for entry in entries),
+        front_columns=FRONT_COLUMNS,
+        front_note=FRONT_NOTE,
+        form_note=FORM_NOTE,
         models=models,
         ratio_note=RATIO_NOTE,
         failed=find_failed(lines),
@@ -53,39 +63,61 @@ def make_plots(entries: Sequence[Entry]) -> list[str]:
     plots = []
     for budget in dict.fromkeys(entry.cell.kv_gpu_tokens for entry in entries):
         own = [entry for entry in entries if entry.cell.kv_gpu_tokens == budget]
-        batches, contexts = ({key(entry) for entry in own} for key in (_batch, _context))
-        alone = [entry for entry in own if entry.cell.batch == min(batches)]
-        longest = [entry for entry in own if entry.cell.context == max(contexts)]
+        contexts = sorted({entry.cell.context for entry in own})
+        batches = sorted({entry.cell.batch or 0 for entry in own})
         words = "" if budget is None else f", {budget} tokens of KV on the accelerator"
+        alone = [entry for entry in own if entry.cell.batch == batches[0]]
         plots += [
-            Chart(
-                title=f"Speed against quality, batch {min(batches)}{words}",
-                x_name="likeliest token equal to full attention's, %",
-                y_name="tokens/s",
-                series=_series(
-                    [entry for entry in alone if entry.top1_equal is not None],
-                    lambda entry: 100 * (entry.top1_equal or 0.0),
-                    _tokens_per_s,
-                    is_line=False,
-                ),
-            ).svg(),
-            Chart(
-                title=f"Latency against context, batch {min(batches)}{words}",
-                x_name="context, tokens",
-                y_name="ms a step",
-                series=_series(alone, _context, lambda entry: entry.step_ms),
-                is_x_log=True,
-                is_y_log=True,
-            ).svg(),
-            Chart(
-                title=f"Throughput against batch, context {max(contexts)}{words}",
-                x_name="requests in a step",
-                y_name="tokens/s",
-                series=_series(longest, _batch, _tokens_per_s),
-                is_x_log=True,
-            ).svg(),
+            plot
+            for context in contexts
+            if (plot := _speed_against_quality([entry for entry in alone if entry.cell.context == context], words))
         ]
+        if len(contexts) > 1:
+            plots.append(
+                Chart(
+                    title=f"Latency against context, batch {batches[0]}{words}",
+                    x_name="context, tokens",
+                    y_name="ms a step",
+                    series=_series(alone, _context, lambda entry: entry.step_ms),
+                    is_x_log=True,
+                    is_y_log=True,
+                    x_ticks=contexts,
+                ).svg()
+            )
+        if len(batches) > 1:
+            longest = [entry for entry in own if entry.cell.context == contexts[-1]]
+            plots.append(
+                Chart(
+                    title=f"Throughput against batch, context {contexts[-1]}{words}",
+                    x_name="requests in a step",
+                    y_name="tokens/s",
+                    series=_series(longest, _batch, _tokens_per_s),
+                    is_x_log=True,
+                    x_ticks=batches,
+                ).svg()
+            )
     return plots
+
+
+def _speed_against_quality(entries: Sequence[Entry], words: str) -> str:
+    """Of one context and batch, with the front; empty if no quality was measured."""
+    known = [entry for entry in entries if entry.top1_equal is not None]
+    if not known:
+        return ""
+    cell = known[0].cell
+    corners = [(_quality(entry), _tokens_per_s(entry)) for entry in find_front(known)]
+    front = [Series(name="front", points=corners, is_dashed=True, has_marks=False)] if len(corners) > 1 else []
+    return Chart(
+        title=f"Speed against quality, context {cell.context}, batch {cell.batch}{words}",
+        x_name="likeliest token equal to full attention's, %",
+        y_name="tokens/s",
+        series=[*_series(known, _quality, _tokens_per_s, is_line=False), *front],
+        is_y_log=True,
+    ).svg()
+
+
+def _quality(entry: Entry) -> float:
+    return 100 * (entry.top1_equal or 0.0)
 
 
 def _context(entry: Entry) -> float:

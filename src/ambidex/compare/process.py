@@ -26,6 +26,8 @@ def start_worker(part_file: Path, results: Path, output: Path) -> BaseProcess:
 
 
 def _work(part_file: str, results_file: str, output_file: str) -> None:
+    if not Path(part_file).exists():  # whoever asked has ended while this process was made
+        return
     with Path(output_file).open("ab") as output:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)

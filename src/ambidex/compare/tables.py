@@ -6,18 +6,25 @@ from typing import Any, Final
 
 from ambidex.compare.cells import Cell, CellKind
 from ambidex.compare.folder import Line
-from ambidex.core.policy import PolicyName
+from ambidex.core.policy import LANE_PRESETS, PolicyName
 from ambidex.core.units import format_size
+from ambidex.runner.decode import DecodeForm
 
 COLUMNS: Final = (
-    "method", "context", "batch", "KV on accelerator", "ms a step", "20–80 %", "tokens/s", "prompt tokens/s",
-    "share of floor", "KV read a step", "KV held", "host memory", "GPU memory", "likeliest token equal", "KL",
-    "perplexity", "secrets found",
+    "method", "steps", "context", "batch", "KV on accelerator", "ms a step", "20–80 %", "tokens/s", "prompt tokens/s",
+    "share of floor", "likeliest token equal", "KL", "perplexity", "secrets found", "KV read a step", "KV held",
+    "host memory", "GPU memory",
 )  # fmt: skip
 DASH: Final = "–"
 LEADERS: Final = (PolicyName.HYBRIDGEN, PolicyName.BOUNDED)
 """Policies whose variants are held against all others."""
 RATIO_NOTE: Final = "Times as fast as the others; in brackets, likeliest tokens equal to full attention's, own : theirs"
+FRONT_NOTE: Final = "Methods that none of the others beats in both speed and likeliest tokens equal, the fastest first"
+FRONT_COLUMNS: Final = ("context", "batch", "KV on accelerator", "on the front")
+FORM_NOTE: Final = (
+    "Steps op by op are computed by Python, one operation after the other; recorded ones (captured on a GPU, programs "
+    "on a CPU) are not. Between the two, milliseconds compare how methods are coded: compare the bytes that they read."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +51,18 @@ class Entry:
         return None if self.quality is None else self.quality["agreement"]["top1_equal"]
 
     @property
+    def is_op_by_op(self) -> bool:
+        """Its steps are computed one operation after the other."""
+        return bool(self.speed.get("became", {}).get("compute.decode") == DecodeForm.ORDINARY)
+
+    @property
+    def form(self) -> str:
+        """How its steps are computed, where that is known."""
+        if "compute.decode" not in self.speed.get("became", {}):
+            return DASH
+        return "op by op" if self.is_op_by_op else "recorded"
+
+    @property
     def point(self) -> tuple[int, int | None, int | None]:
         """Where it was measured: context, batch, tokens of KV on the accelerator."""
         return self.cell.context, self.cell.batch, self.cell.kv_gpu_tokens
@@ -62,51 +81,79 @@ class Entry:
         took = speed["step_s"]
         return [
             self.name,
+            self.form,
             *self.point_cells,
             f"{self.step_ms:.3g}",
             f"{took['q20'] * 1e3:.3g}–{took['q80'] * 1e3:.3g}",
             f"{speed['tokens_per_s']:.4g}",
             _shown(speed.get("prefill_tokens_per_s"), lambda value: f"{value:.4g}"),
             _shown(speed.get("share_of_floor"), lambda value: f"{value:.2f}"),
+            *quality_cells(self.quality),
             _sizes(speed.get("lane_bytes")),
             _sizes(speed.get("kv_bytes")),
             _shown(memory.get("host_peak_bytes"), format_size),
             _shown(memory.get("gpu_peak_bytes"), format_size),
-            *quality_cells(self.quality),
         ]
 
 
 def quality_cells(quality: Mapping[str, Any] | None) -> list[str]:
-    """The last four columns."""
+    """The four columns of quality."""
     if quality is None:
         return [DASH] * 4
     agreement, secrets = quality["agreement"], quality.get("secrets")
     change = 100 * (agreement["perplexity"] / agreement["exact_perplexity"] - 1)
     return [
         f"{100 * agreement['top1_equal']:.1f} %",
-        f"{max(agreement['mean_kl'], 0.0):.1e}",
+        f"{agreement['mean_kl']:.1e}" if agreement["mean_kl"] > 0 else "0",
         f"{change:+.2f} %",
         DASH if secrets is None else f"{100 * secrets['found']:.0f} % ({100 * secrets['exact_found']:.0f} %)",
     ]
 
 
 def find_entries(lines: Sequence[Line]) -> list[Entry]:
-    """Speeds that were measured, in the order of their lines."""
+    """Speeds that were measured, in the order of their lines. A method that attends all keys has the quality of `exact`
+    where its own was not measured."""
     cells = [(Cell.of(line["cell"]), line) for line in lines if line["status"] == "done"]
     quality = {
         (cell.engine, cell.model, cell.variant, cell.context): line["figures"]
         for cell, line in cells
         if cell.kind is CellKind.QUALITY
     }
+
+    def find(cell: Cell) -> Mapping[str, Any] | None:
+        names = [cell.variant, *([PolicyName.EXACT] if cell.variant.split(":")[0] in LANE_PRESETS else [])]
+        found = (quality.get((cell.engine, cell.model, name, cell.context)) for name in names)
+        return next((figures for figures in found if figures is not None), None)
+
     return [
-        Entry(
-            cell=cell,
-            speed=line["figures"],
-            quality=quality.get((cell.engine, cell.model, cell.variant, cell.context)),
-        )
+        Entry(cell=cell, speed=line["figures"], quality=find(cell))
         for cell, line in cells
         if cell.kind is CellKind.SPEED
     ]
+
+
+def find_front(entries: Sequence[Entry]) -> list[Entry]:
+    """Those of one point that none of the others beats in both speed and quality, the fastest first."""
+    known = sorted(
+        (entry for entry in entries if entry.top1_equal is not None),
+        key=lambda entry: (entry.step_ms, -(entry.top1_equal or 0.0)),
+    )
+    front: list[Entry] = []
+    for entry in known:
+        if not front or (entry.top1_equal or 0.0) > (front[-1].top1_equal or 0.0):
+            front.append(entry)
+    return front
+
+
+def find_fronts(entries: Sequence[Entry]) -> list[list[str]]:
+    """A row for each point of one model at which quality is known; see `FRONT_COLUMNS`."""
+    rows = []
+    for point in dict.fromkeys(entry.point for entry in entries):
+        front = find_front([entry for entry in entries if entry.point == point])
+        if front:
+            texts = (f"{own.name} ({own.step_ms:.3g} ms, {100 * (own.top1_equal or 0.0):.1f} %)" for own in front)
+            rows.append([*front[0].point_cells, ", ".join(texts)])
+    return rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,9 +235,14 @@ def make_markdown(lines: Sequence[Line]) -> str:
     if note := busy_note(lines):
         parts.append(f"- {note}")
     entries = find_entries(lines)
+    if any(entry.is_op_by_op for entry in entries):
+        parts.append(f"- {FORM_NOTE}")
     for model in models_of(lines):
         rows = [entry.row() for entry in entries if entry.cell.model == model]
         parts += ["", f"## {_cell(model)}", "", _line(COLUMNS), _line(["---"] * len(COLUMNS)), *map(_line, rows)]
+        if fronts := find_fronts([entry for entry in entries if entry.cell.model == model]):
+            head = [_line(FRONT_COLUMNS), _line(["---"] * len(FRONT_COLUMNS))]
+            parts += ["", f"{FRONT_NOTE}:", "", *head, *map(_line, fronts)]
         for ratios in find_ratios([entry for entry in entries if entry.cell.model == model]):
             head = [_line(ratios.columns), _line(["---"] * len(ratios.columns))]
             parts += ["", f"`{ratios.leader}`. {RATIO_NOTE}:", "", *head, *map(_line, ratios.rows)]

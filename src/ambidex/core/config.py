@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from ambidex.core.errors import ConfigError
+from ambidex.core.kv_dtypes import FORMS, KVDTypes, parse_kv_dtypes
 from ambidex.core.kv_mapping import KVMapping, parse_slow_memory
 from ambidex.core.policy import (
     LANE_PRESETS,
@@ -42,13 +43,15 @@ class DTypeChoice(StrEnum):
 
 
 class KVDTypeChoice(StrEnum):
-    """Format of K and V in host memory. `auto`: that of the weights. `int8`: half the bytes, a scale a row."""
+    """Format of K and V in host memory, where it is one. `auto`: that of the weights. `int8`: half the bytes, a scale a
+    row. `int4`: a third, groups of 16 numbers."""
 
     AUTO = "auto"
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
     INT8 = "int8"
+    INT4 = "int4"
 
 
 class LoadFormat(StrEnum):
@@ -111,9 +114,10 @@ class EngineConfig:
         DTypeChoice.AUTO, SettingKind.CHOICE,
         "number format of weights, activations and KV; auto leaves a GGUF's quantised matrices as stored on a CPU",
     )  # fmt: skip
-    kv_dtype: KVDTypeChoice = setting(
-        KVDTypeChoice.AUTO, SettingKind.CHOICE,
-        "number format of K and V in host memory; int8 halves what attention reads, and rounds",
+    kv_dtype: str = setting(
+        KVDTypeChoice.AUTO.value, SettingKind.TEXT,
+        f"number format of K and V in host memory: {FORMS}; int8 halves what attention reads, int4 leaves a third of "
+        f"it, and both round (docs/kv_formats.md)",
     )  # fmt: skip
     load_format: LoadFormat = setting(
         LoadFormat.AUTO, SettingKind.CHOICE, "auto reads the model's files; dummy makes random weights from its config"
@@ -365,6 +369,11 @@ class EngineConfig:
         return dataclasses.replace(self, prefix_cache_percent=100)
 
     @property
+    def kv_dtypes(self) -> KVDTypes | None:
+        """`kv_dtype`, read; None: the format of the weights."""
+        return parse_kv_dtypes(self.kv_dtype)
+
+    @property
     def kv_layout(self) -> KVMapping:
         """`kv_mapping`, with `auto` decided."""
         if self.kv_mapping is not KVMapping.AUTO:
@@ -376,6 +385,8 @@ class EngineConfig:
         if not self.model:
             raise ConfigError("no model is named: give a folder, a .gguf file, a Hub id or smollm2")
         resolve_policy(self)
+        dtypes = parse_kv_dtypes(self.kv_dtype)
+        object.__setattr__(self, "kv_dtype", str(dtypes or KVDTypeChoice.AUTO))
         if parse_sparsity(self.mlp_sparsity) is None and self.neuron_cache is not NeuronCache.OFF:
             raise ConfigError(
                 f"`neuron_cache` is {self.neuron_cache}, but without `mlp_sparsity` all neurons are computed wherever "

@@ -4,24 +4,39 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Final
 
+from ambidex.core.errors import InternalError
+
 
 class DType(StrEnum):
-    """A number format. The engine computes in the floating ones; `INT8` rows of K and V have one fp32 scale each."""
+    """A number format. The engine computes in the floating ones. `INT8` and `INT4` are of K and V alone, whose rows
+    have scales then (docs/kv_layout.md)."""
 
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
     INT8 = "int8"
+    INT4 = "int4"
+
+    @property
+    def num_bits(self) -> int:
+        """Bits of one number."""
+        return {DType.FP32: 32, DType.BF16: 16, DType.FP16: 16, DType.INT8: 8, DType.INT4: 4}[self]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one number."""
-        return {DType.FP32: 4, DType.BF16: 2, DType.FP16: 2, DType.INT8: 1}[self]
+        """Bytes of one number.
+
+        Raises:
+            InternalError: of `INT4`, two of which share a byte.
+        """
+        if self.num_bits < 8:
+            raise InternalError(f"a number of {self} has no bytes of its own: ask for its bits")
+        return self.num_bits // 8
 
     @property
-    def num_scale_bytes(self) -> int:
-        """Bytes of the scale that goes with each row of numbers; 0 for floating formats."""
-        return 4 if self is DType.INT8 else 0
+    def has_scales(self) -> bool:
+        """Rows of integers have scales beside them."""
+        return self in (DType.INT8, DType.INT4)
 
 
 WEIGHT_BLOCKS: Final[Mapping[str, tuple[int, int]]] = {

@@ -6,6 +6,8 @@ from enum import StrEnum
 from typing import Final
 
 from ambidex.core.dtypes import DType
+from ambidex.core.ids import KVPart
+from ambidex.core.kv_dtypes import KVDTypes
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.units import MIB
 
@@ -31,6 +33,9 @@ NEAR_SLACK: Final = 64
 """Steps until the near rows on the accelerator are moved to the front of their buffer."""
 TILE_DIMS: Final = 32
 """A row in tile order is padded to a multiple of so many numbers: the bf16 pairs of an AMX tile's row."""
+INT4_GROUP: Final = 16
+"""Numbers of an int4 row that share a step and a zero. Measured on K and V of a model: docs/kv_formats.md."""
+SCALE_WORD_BYTES: Final = 4
 
 
 class KVOrder(StrEnum):
@@ -42,7 +47,13 @@ class KVOrder(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVSpec:
-    """KV cache of one model on one tier: a block holds K and V of `block_size` consecutive tokens in all layers."""
+    """KV cache of one model on one tier: a block holds K and V of `block_size` consecutive tokens in all layers.
+
+    `dtype` is the format of K, and of V unless `v_dtype` names another.
+
+    Raises:
+        ConfigError: K and V do not go together.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -50,30 +61,64 @@ class KVSpec:
     dtype: DType
     block_size: int
     order: KVOrder = KVOrder.ROWS
+    v_dtype: DType | None = None
+
+    def __post_init__(self) -> None:
+        if self.v_dtype is self.dtype:
+            object.__setattr__(self, "v_dtype", None)  # one spec for one layout
+        KVDTypes(self.dtype, self.v_dtype or self.dtype)  # they go together
 
     @classmethod
-    def of(cls, model: ModelSpec, *, dtype: DType, block_size: int, order: KVOrder = KVOrder.ROWS) -> "KVSpec":
+    def of(
+        cls, model: ModelSpec, *, dtype: DType | KVDTypes, block_size: int, order: KVOrder = KVOrder.ROWS
+    ) -> "KVSpec":
         """The KV cache of a model."""
+        dtypes = dtype if isinstance(dtype, KVDTypes) else KVDTypes.both(dtype)
         return cls(
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
-            dtype=dtype,
+            dtype=dtypes.k,
+            v_dtype=dtypes.v,
             block_size=block_size,
             order=order,
         )
 
     @property
+    def dtypes(self) -> KVDTypes:
+        """The formats of K and V."""
+        return KVDTypes(self.dtype, self.v_dtype or self.dtype)
+
+    @property
     def row_size(self) -> int:
-        """Numbers that K or V of one token and head takes in memory."""
+        """Numbers of K or V of one token and head, padding included."""
         if self.order is KVOrder.ROWS:
             return self.head_dim
         return -(-self.head_dim // TILE_DIMS) * TILE_DIMS
 
+    def row_bytes(self, part: KVPart) -> int:
+        """Bytes of these numbers; scales are not among them."""
+        return self.row_size * self.dtypes.of(part).num_bits // 8
+
+    def stored_row_size(self, part: KVPart) -> int:
+        """Elements that hold a row: numbers, of int4 bytes with two of them."""
+        return self.row_bytes(part) if self.dtypes.of(part) is DType.INT4 else self.row_size
+
+    def num_scale_words(self, part: KVPart) -> int:
+        """Words of 4 bytes beside a row: its scale, and of int4 a step and a zero for each group of `INT4_GROUP`."""
+        dtype = self.dtypes.of(part)
+        if not dtype.has_scales:
+            return 0
+        return 1 + (self.row_size // (2 * INT4_GROUP) if dtype is DType.INT4 else 0)
+
     @property
     def bytes_per_token_layer(self) -> int:
         """Bytes of K and V of one token in one layer, scales included."""
-        return 2 * self.num_kv_heads * (self.row_size * self.dtype.num_bytes + self.dtype.num_scale_bytes)
+        return sum(self.part_bytes_per_token_layer(part) for part in KVPart)
+
+    def part_bytes_per_token_layer(self, part: KVPart) -> int:
+        """Bytes of K or V of one token in one layer, scales included."""
+        return self.num_kv_heads * (self.row_bytes(part) + SCALE_WORD_BYTES * self.num_scale_words(part))
 
     @property
     def bytes_per_token(self) -> int:
@@ -85,15 +130,14 @@ class KVSpec:
         """Bytes of K and V of one block in all layers."""
         return self.bytes_per_token * self.block_size
 
-    @property
-    def part_bytes_per_block(self) -> int:
+    def part_bytes_per_block(self, part: KVPart) -> int:
         """Bytes of the numbers of K, or of V, of one block in all layers; scales are not among them."""
-        return self.num_layers * self.num_kv_heads * self.block_size * self.row_size * self.dtype.num_bytes
+        return self.num_layers * self.num_kv_heads * self.block_size * self.row_bytes(part)
 
     @property
     def scale_bytes_per_block(self) -> int:
         """Bytes of the scales of K and V of one block in all layers; 0 for floating formats."""
-        return self.bytes_per_block - 2 * self.part_bytes_per_block
+        return self.bytes_per_block - sum(self.part_bytes_per_block(part) for part in KVPart)
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens occupy."""
@@ -112,7 +156,8 @@ class StreamBuffers:
     number_bytes: int
     """Bytes of a number of the rows that are attended."""
     step_blocks: int = 0
-    """Blocks of one layer and all requests that a decode step holds, in each of STEP_BUFFERS buffers."""
+    """Blocks of one layer and all requests that a decode step holds, in each of STEP_BUFFERS buffers; of integers once
+    more, as rows."""
     scan_blocks: int = 0
     """Blocks of one layer and all requests that a decode step scans over the link under the bounded policy."""
     num_q_heads: int = 0
@@ -137,8 +182,9 @@ class StreamBuffers:
             num_q_heads: of a model whose decode steps scan keys over the link; 0: they do not.
         """
         most_blocks = math.ceil(STEP_MOST_SHARE * kv.num_blocks(max_context_len)) * max_requests
-        fitting = step_bytes // (STEP_BUFFERS * kv.bytes_per_token_layer * kv.block_size)
         row_bytes = 2 * kv.num_kv_heads * kv.head_dim * number_bytes * kv.block_size
+        of_rows = row_bytes if kv.dtype.has_scales else 0
+        fitting = step_bytes // (STEP_BUFFERS * kv.bytes_per_token_layer * kv.block_size + of_rows)
         return cls(
             kv=kv,
             piece_blocks=max(1, min(STREAM_PIECE_BYTES // row_bytes, kv.num_blocks(max_context_len))),
@@ -156,6 +202,8 @@ class StreamBuffers:
         tokens = self.piece_blocks * self.kv.block_size
         rows = 2 * self.kv.num_kv_heads * self.kv.head_dim * self.number_bytes
         step = STEP_BUFFERS * self.step_blocks * self.kv.block_size * self.kv.bytes_per_token_layer
+        if self.kv.dtype.has_scales:
+            step += self.step_blocks * self.kv.block_size * rows
         codes = self.scan_blocks * self.kv.block_size * self.num_q_heads * SCAN_CODE_BYTES
         return tokens * (STREAM_BUFFERS * self.kv.bytes_per_token_layer + rows) + step + codes
 
@@ -202,5 +250,5 @@ def scan_bytes_per_block(spec: KVSpec) -> int:
     int8 an 8-bit copy of it with a scale a row, and K and V row after row."""
     row = 0
     if spec.dtype is not DType.INT8:
-        row = spec.row_size * (DType.INT8.num_bytes + 2 * spec.dtype.num_bytes) + DType.INT8.num_scale_bytes
+        row = spec.row_size * (DType.INT8.num_bytes + 2 * spec.dtype.num_bytes) + SCALE_WORD_BYTES
     return spec.num_layers * spec.num_kv_heads * (spec.block_size * row + 2 * DType.FP32.num_bytes)

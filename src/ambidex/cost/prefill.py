@@ -143,7 +143,7 @@ def _predict_chunk(
             cpu_s += split.on_cpu * terms.product_s(group, profile.cpu.products, num_tokens=tokens)
     if link is None or profile.gpu is None:
         return _Chunk(gpu_s, cpu_s, 0.0)
-    _, host_kv = kv_specs(spec, dtype=dtype, kv_dtype=workload.kv_dtype)
+    _, host_kv = kv_specs(spec, dtype=dtype, kv_dtypes=workload.kv_dtypes)
     away = 1.0 - kv.on_gpu
     streamed += away * start * host_kv.bytes_per_token
     gpu_s += terms.copy_s(away * num * host_kv.bytes_per_token, link.from_gpu_bytes_per_s)

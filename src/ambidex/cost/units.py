@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from ambidex.core.dtypes import DType
+from ambidex.core.ids import KVPart
+from ambidex.core.kv_dtypes import KVDTypes
 from ambidex.core.kv_spec import KVOrder, KVSpec
 from ambidex.core.model_spec import ModelSpec
 from ambidex.cost import terms
@@ -85,11 +87,14 @@ class StepUnits:
         return "GPU" if self.has_link else "CPU"
 
 
-def kv_specs(spec: ModelSpec, *, dtype: DType, kv_dtype: DType | None) -> tuple[KVSpec, KVSpec]:
-    """The KV cache as GPU memory keeps it (rows in the format of activations) and as DRAM does (tile order)."""
+def kv_specs(
+    spec: ModelSpec, *, dtype: DType, kv_dtypes: KVDTypes | None, has_gpu: bool = True
+) -> tuple[KVSpec, KVSpec]:
+    """The KV cache as the accelerator's tier keeps it and as DRAM does, in tile order. GPU memory has rows in the
+    format of activations; without a GPU both are alike."""
     plain = dtype if dtype is not DType.INT8 else DType.FP16
-    host = KVSpec.of(spec, dtype=kv_dtype or plain, block_size=BLOCK_SIZE, order=KVOrder.TILES)
-    return KVSpec.of(spec, dtype=plain, block_size=BLOCK_SIZE), host
+    host = KVSpec.of(spec, dtype=kv_dtypes or plain, block_size=BLOCK_SIZE, order=KVOrder.TILES)
+    return KVSpec.of(spec, dtype=plain, block_size=BLOCK_SIZE) if has_gpu else host, host
 
 
 def most_streamed(spec: ModelSpec, gpu_kv: KVSpec, host_kv: KVSpec, *, step_blocks: int, num_blocks: int) -> float:
@@ -99,12 +104,13 @@ def most_streamed(spec: ModelSpec, gpu_kv: KVSpec, host_kv: KVSpec, *, step_bloc
     Args:
         step_blocks: of one layer and all requests that a step's buffer holds; num_blocks: that there are.
     """
-    can_stream = (
-        host_kv.dtype == gpu_kv.dtype
-        and host_kv.dtype.num_bytes == 2
+    is_read_as_is = (
+        host_kv.dtypes == gpu_kv.dtypes
+        and host_kv.dtype.num_bits == 16
         and host_kv.row_size & (host_kv.row_size - 1) == 0
-        and set(spec.windows) == {None}
-        and spec.alibi_slopes is None
+    )
+    can_stream = (
+        (is_read_as_is or host_kv.dtype.has_scales) and set(spec.windows) == {None} and spec.alibi_slopes is None
     )
     return min(1.0, step_blocks / num_blocks) if can_stream else 0.0
 
@@ -129,13 +135,13 @@ def make_units(
         ConfigError: the profile has no rate for a format.
     """
     factor = coefficients or Coefficients()
-    gpu_kv, host_kv = kv_specs(spec, dtype=dtype, kv_dtype=workload.kv_dtype)
+    gpu_kv, host_kv = kv_specs(spec, dtype=dtype, kv_dtypes=workload.kv_dtypes, has_gpu=profile.gpu is not None)
     batch, cpu = workload.batch, profile.cpu
     accelerator = profile.gpu or cpu
-    gpu_attention = (
-        profile.gpu.attention_bytes_per_s if profile.gpu is not None else cpu.attention_rate(gpu_kv.dtype.value)
-    )
-    cpu_attention = cpu.attention_rate(host_kv.dtype.value) if profile.link is not None else gpu_attention
+    cpu_kv_s = _cpu_attention_s(host_kv, profile)
+    gpu_kv_s = cpu_kv_s
+    if profile.gpu is not None:
+        gpu_kv_s = terms.attention_s(gpu_kv.bytes_per_token_layer, profile.gpu.attention_bytes_per_s)
     layers = []
     for layer, window in zip(weights.layers, spec.windows, strict=True):
         tokens = batch * terms.visible_tokens(workload.context, window)
@@ -148,11 +154,10 @@ def make_units(
                 gpu_attention_s=factor.gpu_weights
                 * terms.product_s(layer.attention, accelerator.products, num_tokens=batch),
                 gpu_mlp_s=factor.gpu_weights * terms.product_s(layer.mlp, accelerator.products, num_tokens=batch),
-                gpu_kv_s=factor.gpu_attention * terms.attention_s(tokens * gpu_kv.bytes_per_token_layer, gpu_attention),
+                gpu_kv_s=factor.gpu_attention * (tokens * gpu_kv_s),
                 cpu_attention_s=factor.cpu_weights * terms.product_s(layer.attention, cpu.products, num_tokens=batch),
                 cpu_mlp_s=factor.cpu_weights * read * terms.product_s(layer.mlp, cpu.products, num_tokens=batch),
-                cpu_kv_s=factor.cpu_attention
-                * terms.attention_s(tokens * host_kv.bytes_per_token_layer, cpu_attention),
+                cpu_kv_s=factor.cpu_attention * (tokens * cpu_kv_s),
                 kv_bytes=tokens * host_kv.bytes_per_token_layer,
                 cpu_mlp_read=read,
             )
@@ -170,7 +175,15 @@ def make_units(
         least_kv_on_gpu=min(1.0, batch * LEAST_GPU_BLOCKS * BLOCK_SIZE / num_tokens),
         batch=batch,
         has_link=profile.link is not None,
-        **_link_units(spec, profile, batch=batch, number_bytes=gpu_kv.dtype.num_bytes, factor=factor),
+        **_link_units(spec, profile, batch=batch, number_bytes=dtype.num_bytes, factor=factor),
+    )
+
+
+def _cpu_attention_s(kv: KVSpec, profile: HardwareProfile) -> float:
+    """Seconds in which the CPU attends over a token of one layer: K and V at the rates of their formats."""
+    return sum(
+        terms.attention_s(kv.part_bytes_per_token_layer(part), profile.cpu.attention_rate(kv.dtypes.of(part).value))
+        for part in KVPart
     )
 
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError
+from ambidex.core.kv_dtypes import KVDTypes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +19,8 @@ class Workload:
     context: int = 2048
     prompt: int = 2048
     chunk: int = 512
-    kv_dtype: DType | None = None
-    """Format of K and V in DRAM; None: that of the weights' 16-bit form."""
+    kv_dtypes: KVDTypes | None = None
+    """Formats of K and V in DRAM; None: that of the weights' 16-bit form."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "context", "prompt", "chunk"):

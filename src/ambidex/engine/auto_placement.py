@@ -122,12 +122,11 @@ def solve_weights(
     """
     weights = count_weights(spec, residence=residence, dtype=dtype, kind=kind)
     context = max(1, (config.max_context_len or spec.max_context_len) // 2)
-    kv_dtype = DType(config.kv_dtype.value) if config.kv_dtype.value != AUTO else None
-    gpu_kv, host_kv = kv_specs(spec, dtype=dtype, kv_dtype=kv_dtype)
+    gpu_kv, host_kv = kv_specs(spec, dtype=dtype, kv_dtypes=config.kv_dtypes, has_gpu=profile.gpu is not None)
 
     def workload_of(batch: int) -> Workload:
         return Workload(
-            batch=batch, context=context, prompt=context, chunk=config.max_tokens_per_step, kv_dtype=kv_dtype
+            batch=batch, context=context, prompt=context, chunk=config.max_tokens_per_step, kv_dtypes=config.kv_dtypes
         )
 
     def problem_of(batch: int) -> PlacementProblem:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ambidex.core.config import EngineConfig
+from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVOrder, KVSpec, scan_bytes_per_block
@@ -40,6 +41,9 @@ def choose_bounded_form(config: EngineConfig, specs: Mapping[Tier, KVSpec], *, w
     reason = why_ordinary
     if reason is None and specs[Tier.DRAM].order is not KVOrder.TILES:
         reason = "K and V in host memory are not in tile order"
+    dtypes = specs[Tier.DRAM].dtypes
+    if reason is None and DType.INT4 in (dtypes.k, dtypes.v):
+        reason = f"K and V in host memory are {dtypes}: it reads int8 and floating formats"
     if reason is None and config.verify:
         reason = "`verify` computes outputs again, which the reference form alone can do"
     if reason is None:

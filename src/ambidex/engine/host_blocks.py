@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ambidex.core.errors import ConfigError
-from ambidex.core.ids import Tier
+from ambidex.core.ids import KVPart, Tier
 from ambidex.core.kv_mapping import HostLayout, KVMapping
 from ambidex.core.kv_spec import KeptRows, KVSpec
 from ambidex.core.units import format_size
@@ -95,8 +95,8 @@ def divide_host(
             f"{format_size(best.sizes[1])} of each block lie there: give more, or a smaller `block_size`"
         )
     near, spilled = max(0, best_count), 0
-    near_bytes, number_bytes = best.near, spec.part_bytes_per_block
-    spilled_bytes = {Tier.DRAM: spec.scale_bytes_per_block, Tier.CXL: 2 * number_bytes}
+    near_bytes, number_bytes = best.near, sum(spec.part_bytes_per_block(part) for part in KVPart)
+    spilled_bytes = {Tier.DRAM: spec.scale_bytes_per_block, Tier.CXL: number_bytes}
     if mapping is KVMapping.K_DRAM_V_CXL and best.first_cxl_layer == 0 and near < most_blocks:
         spilled, near = _count_spilled(
             spec, near, most_blocks, dram=dram, cxl=cxl, near_sizes=best.sizes,
@@ -138,9 +138,9 @@ def _layouts(
     mapping: KVMapping, spec: KVSpec, beside: int, num_near_v: int, rows: KeptRows | None
 ) -> Iterator[_Layout]:
     """The one that is wanted, then those with less in the CXL tier, then those with more."""
-    part, scales = spec.part_bytes_per_block, spec.scale_bytes_per_block
+    k, v, scales = spec.part_bytes_per_block(KVPart.K), spec.part_bytes_per_block(KVPart.V), spec.scale_bytes_per_block
     if mapping is KVMapping.DRAM:
-        size = 2 * part + scales
+        size = k + v + scales
         row_sizes = _row_sizes(mapping, spec, rows, 0)
         yield _Layout(
             first_cxl_layer=0,
@@ -153,9 +153,11 @@ def _layouts(
     numbers_of_layers = (
         [0] if mapping is KVMapping.INTERLEAVE else [*range(wanted, spec.num_layers), *reversed(range(wanted))]
     )
+    if mapping is KVMapping.INTERLEAVE:
+        k = v = (k + v) // 2  # pages of both in turn on both
     for num_layers in numbers_of_layers:
-        moved = part // spec.num_layers * num_layers
-        near = {Tier.DRAM: part + scales + moved, Tier.CXL: part - moved}
+        moved = v // spec.num_layers * num_layers
+        near = {Tier.DRAM: k + scales + moved, Tier.CXL: v - moved}
         row_sizes = _row_sizes(mapping, spec, rows, num_layers)
         yield _Layout(
             first_cxl_layer=num_layers,
@@ -190,7 +192,7 @@ def _count_spilled(
 ) -> tuple[int, int]:
     """Spilled and near blocks: each kind a multiple of the blocks whose K fills whole pages, as a page lies on one
     node."""
-    record = spec.part_bytes_per_block // (spec.num_layers * spec.num_kv_heads)
+    record = spec.part_bytes_per_block(KVPart.K) // (spec.num_layers * spec.num_kv_heads)
     whole = mmap.PAGESIZE // math.gcd(record, mmap.PAGESIZE)
     kept = near // whole * whole
     left = [budget - kept * size for budget, size in zip((dram, cxl), near_sizes, strict=True)]

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 from ambidex.core.config import EngineConfig
-from ambidex.core.dtypes import DType
 from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KeptRows, KVSpec
 from ambidex.core.model_spec import ModelSpec
@@ -29,18 +28,18 @@ def choose_kept_rows(
         is_native: the policy has a native form, which has copies of its own.
     """
     is_hybridgen = settings.name is PolicyName.HYBRIDGEN
-    formats = {tier.dtype for tier in kv.values()}
+    formats = {tier.dtypes for tier in kv.values()}
     if settings.is_exact or is_native or not (is_hybridgen or is_cuda):
         return None, "K and V are read from the blocks"
     if config.dram_memory == 0:
         return None, "K and V are read from the blocks: `dram_memory` is 0"
-    if len(formats) != 1 or DType.INT8 in formats:
-        return None, f"K and V are read from the blocks, which are {' and '.join(sorted(formats))}"
+    if len(formats) != 1 or any(dtypes.k.has_scales for dtypes in formats):
+        return None, f"K and V are read from the blocks, which are {' and '.join(sorted(map(str, formats)))}"
     rows = KeptRows(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        number_bytes=formats.pop().num_bytes,
+        number_bytes=formats.pop().k.num_bytes,
         num_q_heads=spec.num_q_heads if is_hybridgen else 0,
         num_near=settings.near_tokens or 0,
     )

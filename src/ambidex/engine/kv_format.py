@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ambidex.core.config import EngineConfig, KVDTypeChoice
+from ambidex.core.config import EngineConfig
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import Tier
+from ambidex.core.kv_dtypes import KVDTypes
 from ambidex.core.kv_spec import TILE_TOKENS, KVOrder, KVSpec
 from ambidex.core.model_spec import ModelSpec
 
@@ -29,13 +30,13 @@ def choose_kv_format(
         has_row_ops: the accelerator is a GPU, or plays one: its tier keeps rows in `dtype`, as its own ops read them.
         has_native: the compiled module loads.
     Raises:
-        ConfigError: int8 is asked for, and the tiers in host memory cannot be in tile order.
+        ConfigError: integers are asked for, and the tiers in host memory cannot be in tile order.
     """
-    host_dtype = dtype if config.kv_dtype is KVDTypeChoice.AUTO else DType(config.kv_dtype.value)
+    host_dtypes = config.kv_dtypes or KVDTypes.both(dtype)
     order, why = choose_host_order(config.block_size, has_native)
-    if host_dtype is DType.INT8 and order is not KVOrder.TILES:
-        raise ConfigError(f"`kv_dtype` int8 needs K and V in tile order, but {why}")
-    host = KVSpec.of(spec, dtype=host_dtype, block_size=config.block_size, order=order)
+    if host_dtypes.k.has_scales and order is not KVOrder.TILES:
+        raise ConfigError(f"`kv_dtype` {host_dtypes} needs K and V in tile order, but {why}")
+    host = KVSpec.of(spec, dtype=host_dtypes, block_size=config.block_size, order=order)
     gpu = KVSpec.of(spec, dtype=dtype, block_size=config.block_size) if has_row_ops else host
     return KVFormat(specs={Tier.GPU: gpu, Tier.DRAM: host}, why=why)
 

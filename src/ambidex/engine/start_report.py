@@ -85,7 +85,7 @@ def _kv_rows(
             ReportRow(
                 section="kv",
                 name=f"{tier}_format",
-                value=f"{spec.dtype} in {spec.order}, {spec.bytes_per_token} B a token",
+                value=f"{spec.dtypes} in {spec.order}, {spec.bytes_per_token} B a token",
                 why=kv.why if pool.device == "cpu" else "the accelerator's own ops read it",
             )
         )

@@ -96,11 +96,17 @@ def selection_cells(selection: SelectionFigures | None) -> list[str]:
 
 
 def measure_agreement(
-    teacher: Teacher, text: Text, *, against_exact: bool, progress: Callable[[], None] | None = None
+    teacher: Teacher,
+    text: Text,
+    *,
+    against_exact: bool,
+    progress: Callable[[], None] | None = None,
+    other: Teacher | None = None,
 ) -> Agreement:
     """Run a text's windows under the engine's policy, and with all keys to compare.
 
     Args:
+        other: whose run with all keys that is; None: the teacher's.
         progress: called after each window.
     Raises:
         ConfigError: the text does not fit.
@@ -122,7 +128,7 @@ def measure_agreement(
         if chosen is not None:
             selection = chosen if selection is None else selection.join(chosen)
         if against_exact:
-            exact = teacher.exact(ids, first=num_prompt)
+            exact = (other or teacher).exact(ids, first=num_prompt)
             exact_losses += (-exact.gather(1, targets)[:, 0]).tolist()
             equal += (got.argmax(1) == exact.argmax(1)).float().tolist()
             divergences += (exact.exp() * (exact - got)).sum(1).tolist()

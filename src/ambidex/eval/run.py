@@ -37,11 +37,14 @@ def run_agreement(
     against_exact: bool,
     progress: Progress | None,
     tell: Callable[[str], None] = lambda _: None,
+    against_kv_dtype: str | None = None,
 ) -> Evaluated:
     """Perplexity and agreement at each context.
 
     Args:
         kind: how the record is named: `agreement` or `perplexity`.
+        against_kv_dtype: format of K and V of the run that is compared with, whose engine is another then; None: that
+            of the same engine.
         progress: called with (bytes read, bytes in all) while weights load.
         tell: is told what is done, a line at a time.
     Raises:
@@ -49,7 +52,11 @@ def run_agreement(
         MachineError, RequestFailedError: a point could not be measured.
     """
     words = read_text(text)
+    other_config = None
+    if against_kv_dtype is not None:
+        other_config = dataclasses.replace(config, kv_dtype=against_kv_dtype)  # refused before weights are read
     teacher = Teacher(config, progress=progress)
+    other = None if other_config is None else Teacher(other_config)
     ids = teacher.engine.tokenizer.encode(words)
     texts = [
         Text(token_ids=ids, context=context, num_predicted=num_predicted, num_windows=num_windows)
@@ -61,8 +68,10 @@ def run_agreement(
     points = []
     for one in texts:
         tell(f"{kind} at {one.context} tokens …")
-        points.append(measure_agreement(teacher, one, against_exact=against_exact))
-    settings = {"text": text.name, "num_predicted": num_predicted, "num_windows": num_windows}
+        points.append(measure_agreement(teacher, one, against_exact=against_exact, other=other))
+    settings: dict[str, Any] = {"text": text.name, "num_predicted": num_predicted, "num_windows": num_windows}
+    if other_config is not None:
+        settings["against_kv_dtype"] = other_config.kv_dtype
     return Evaluated(
         record=make_record(kind, config, teacher, settings, [point.record() for point in points]),
         columns=COLUMNS,

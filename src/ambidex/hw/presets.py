@@ -35,8 +35,9 @@ DRAM_READ: Final = 0.80
 records is a share of a larger one, so that its data sheet says nothing of it; this figure is an assumption."""
 CPU_PRODUCT_READ: Final = 0.9
 """Of the read rate, products of one token: cpu_linear, 4096 x 4096 (0.81 to 0.94)."""
-CPU_ATTENTION: Final = {"fp32": 1.0, "bf16": 1.0, "fp16": 0.9, "int8": 0.7}
-"""Of the read rate, by the format of K and V: cpu_attention, 15 threads, groups of 4."""
+CPU_ATTENTION: Final = {"fp32": 1.0, "bf16": 1.0, "fp16": 0.9, "int8": 0.7, "int4": 0.2}
+"""Of the read rate, by the format of K and V: cpu_attention, 15 threads, groups of 4. That of int4 from
+its rate beside int8's on one core with AVX2 (docs/kv_formats.md); `ambidex calibrate` measures it."""
 CPU_FLOPS: Final = 0.25
 """Of cores × clock × operations a cycle: cpu_linear, 16 tokens, fp32, two AVX2 cores (50 of 200 GFLOPS)."""
 LINK: Final = 0.88

@@ -21,20 +21,24 @@ from ambidex.kernels.cpu.native import WORD_STRIDE
 from ambidex.kernels.cpu.recorded import Arena, Program, Recording
 from ambidex.kernels.cuda.pinned_view import view_on_gpu
 from ambidex.mlp.host_lane import Answer, HostSide
+from ambidex.mlp.split_site import HostPlace
 from ambidex.storage.lane_clock import LaneClock
-from ambidex.storage.words import WAIT_LIMIT_S, HostWords, StepFence, StreamWords, TimedWords, Words
+from ambidex.storage.words import WAIT_LIMIT_S, HostWords, StepFence, StreamWords, TimedWords, Words, naming
 
 logger = logging.getLogger(__name__)
 
 _POLLS_PER_YIELD: Final = 100
 """About 10 µs: as long as a meeting takes; then other Python threads may run."""
+_SPIN_S: Final = 0.005
+"""Behind which a wait is a long one, as in a first step, whose launch compiles kernels and needs Python for that."""
+_LONG_POLL_S: Final = 50e-6
 
 
 class WeightHandover:
     """Buffers and words for steps of B rows.
 
     Args:
-        sides: the CPU's rows of each place, in the order of use.
+        places: those where the CPU has rows, in the order of use.
         num_rows: B.
         dtype: of x.
         device: the accelerator; with CUDA the buffers are pinned.
@@ -44,7 +48,7 @@ class WeightHandover:
 
     def __init__(
         self,
-        sides: Sequence[HostSide],
+        places: Sequence[HostPlace],
         num_rows: int,
         *,
         dtype: torch.dtype,
@@ -54,6 +58,8 @@ class WeightHandover:
     ) -> None:
         self._clock = clock
         is_cuda = device.type == "cuda"
+        self._names = [str(place) for place in places]
+        sides = [place.side for place in places]
         self._sides = tuple(sides)
         self._places = {side: place for place, side in enumerate(sides)}
         self._words: Words = StreamWords() if is_cuda else HostWords()
@@ -91,8 +97,14 @@ class WeightHandover:
         Raises:
             LaneError: the accelerator has not come to the end of the last step in time.
         """
-        self._fence.wait(WAIT_LIMIT_S)
+        self._fence.wait(WAIT_LIMIT_S, self.describe)
         self._host_flags[:] = 0
+
+    def describe(self) -> str:
+        """How far the words of the last step are, for people."""
+        asked, answered = (int((flags != 0).sum()) for flags in self._host_flags[:, :, 0])
+        next_one = f"; next: {self._names[answered]}" if answered < len(self._names) else ""
+        return f"of {len(self._names)} products with weights in DRAM {asked} were asked, {answered} answered{next_one}"
 
     def mark_launched(self) -> None:
         """Say that a whole step has been launched."""
@@ -122,19 +134,23 @@ class WeightHandover:
         self._host_flags[:, :, 0] = 1
 
     def _receive(self, place: int) -> Answer:
-        self._words.wait(self._flags[1, place, :1])
+        with naming(f"the CPU lane, weights in DRAM, {self._names[place]}"):
+            self._words.wait(self._flags[1, place, :1])
         return self._sides[place].rows, self._answer_there[place]
 
     def _wait(self, place: int) -> None:
         word = self._host_flags[0, place]
-        end = time.monotonic() + WAIT_LIMIT_S
+        start = time.monotonic()
         while True:
             for _ in range(_POLLS_PER_YIELD):
                 if word[0]:
                     return
-            if time.monotonic() > end:
-                raise LaneError(f"the accelerator sent nothing to the CPU at place {place} within {WAIT_LIMIT_S:.0f} s")
-            time.sleep(0)
+            waited = time.monotonic() - start
+            if waited > WAIT_LIMIT_S:
+                raise LaneError(
+                    f"the accelerator sent no input of {self._names[place]} to the CPU lane within {WAIT_LIMIT_S:.0f} s"
+                )
+            time.sleep(0 if waited < _SPIN_S else _LONG_POLL_S)
 
     def _compute(self, place: int) -> None:
         self._answer[place].copy_(self._sides[place].compute(self._x[place].float()))

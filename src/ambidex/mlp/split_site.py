@@ -61,6 +61,12 @@ class HostPlace:
     """None: behind all layers."""
     is_before_attention: bool
 
+    def __str__(self) -> str:
+        if self.layer_idx is None:
+            return "the last projection"
+        part = "MLP" if self.side.shape.num_out else "projections" if self.is_before_attention else "attention's output"
+        return f"layer {self.layer_idx}, {part}"
+
 
 BeginHost = Callable[[HostSide, Tensor], Callable[[], Answer]]
 

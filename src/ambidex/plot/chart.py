@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from html import escape
 from typing import Final
 
-from ambidex.plot.axis import Axis, number_text
+from ambidex.plot.axis import MAX_TICKS, Axis, number_text
 
 WIDTH: Final = 720
 HEIGHT: Final = 380
 LEFT, RIGHT, TOP, BOTTOM = 66, 176, 34, 48
 LEGEND_LINE: Final = 17
+LETTER: Final = 6.7
+"""Width of a letter of the legend, which makes a plot wider if its names are long."""
 COLOURS: Final = (
     "#4269d0", "#e8590c", "#2b8a3e", "#c2255c", "#7048e8", "#0b7285", "#8a6d00", "#5f3dc4", "#495057", "#d6336c",
 )  # fmt: skip
@@ -24,18 +26,19 @@ _GRID, _AXIS, _INK = "#e9ecef", "#868e96", "#212529"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
     """A name and its points (x, y), with a text for each that a pointer over it shows; joined by a line if `is_line`,
-    which is dashed if `is_dashed`."""
+    which is dashed if `is_dashed`. Without `has_marks` there is the line alone, in grey."""
 
     name: str
     points: Sequence[tuple[float, float]]
     notes: Sequence[str] = ()
     is_line: bool = True
     is_dashed: bool = False
+    has_marks: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Series over two axes."""
+    """Series over two axes. `x_ticks`: numbers that are written at the x axis, where they are few; None: round ones."""
 
     title: str
     x_name: str
@@ -44,6 +47,7 @@ class Chart:
     is_x_log: bool = False
     is_y_log: bool = False
     y_from_zero: bool = True
+    x_ticks: Sequence[float] | None = None
 
     def svg(self) -> str:
         """The chart; without a point a sentence that says so."""
@@ -64,13 +68,15 @@ class Chart:
         for number, line in enumerate(drawn):
             parts += _series(line, number, x, y)
             at = TOP + 8 + LEGEND_LINE * number
-            parts.append(_mark(number, WIDTH - RIGHT + 20, at - 4, ""))
+            left = WIDTH - RIGHT + 12
+            parts.append(_mark(number, left + 8, at - 4, "") if line.has_marks else _dash(left, at - 4))
             parts.append(_text(WIDTH - RIGHT + 32, at, line.name))
-        return _document(WIDTH, height, self.title, parts)
+        return _document(_width([line.name for line in drawn]), height, self.title, parts)
 
     def _frame(self, x: Axis, y: Axis, height: int) -> list[str]:
         parts = []
-        for tick in x.ticks():
+        own = self.x_ticks if self.x_ticks is not None and len(self.x_ticks) <= MAX_TICKS + 1 else None
+        for tick in own or x.ticks():
             at = x.place(tick)
             parts.append(_line(at, TOP, at, height - BOTTOM, _GRID))
             parts.append(_text(at, height - BOTTOM + 17, number_text(tick), anchor="middle"))
@@ -142,18 +148,28 @@ class Timeline:
             parts.append(f'<rect x="{WIDTH - RIGHT + 15}" y="{at - 9}" width="10" height="10" fill="{colour}"/>')
             parts.append(_text(WIDTH - RIGHT + 32, at, kind))
         parts.append(_text((left + WIDTH - RIGHT) / 2, bottom + 36, "milliseconds", anchor="middle"))
-        return _document(WIDTH, height, self.title, parts)
+        return _document(_width(kinds), height, self.title, parts)
+
+
+def _width(names: Sequence[str]) -> int:
+    """Of a plot with such names beside it."""
+    return WIDTH - RIGHT + max(RIGHT, int(40 + LETTER * max(map(len, names))))
+
+
+def _dash(x: float, y: float) -> str:
+    """The sign of a line without marks."""
+    return f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{x + 16:.1f}" y2="{y:.1f}" stroke="{_AXIS}" stroke-dasharray="5 4"/>'
 
 
 def _series(line: Series, number: int, x: Axis, y: Axis) -> list[str]:
-    colour = COLOURS[number % len(COLOURS)]
+    colour = COLOURS[number % len(COLOURS)] if line.has_marks else _AXIS
     placed = [(x.place(a), y.place(b)) for a, b in line.points]
     parts = []
     if line.is_line and len(placed) > 1:
         path = " ".join(f"{a:.1f},{b:.1f}" for a, b in placed)
         dash = ' stroke-dasharray="5 4"' if line.is_dashed else ""
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8"{dash}/>')
-    for place, (a, b) in enumerate(placed):
+    for place, (a, b) in enumerate(placed if line.has_marks else ()):
         value = (
             line.notes[place] if place < len(line.notes) else f"{line.points[place][0]:g}, {line.points[place][1]:.4g}"
         )

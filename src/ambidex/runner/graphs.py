@@ -13,6 +13,7 @@ every step takes the ordinary path.
 
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
@@ -34,6 +35,7 @@ from ambidex.runner.step_lanes import LaneSettings, StepLanes
 from ambidex.storage.kv_pool import KVPool
 from ambidex.storage.lane_clock import StepTimes
 from ambidex.storage.pinned import is_out_of_memory
+from ambidex.storage.step_watch import StepWatch
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +79,7 @@ class DecodeSteps:
         self._device = pool.device
         self._buckets = tuple(buckets)
         self._capture = capture
+        self._watch = StepWatch()
         self._is_given_up = False
         self.num_failures = 0
         """Captures that failed: 0 or 1."""
@@ -178,18 +181,27 @@ class DecodeSteps:
             return True
         stream = self._lanes.stream_of(batches)
         host.reset()
-        try:
-            if stream is not None:
-                stream.start(self._batch.stream_runs)
-            replay()
-            host.mark_launched()
-            host.answer(batches)
-            if stream is not None:
-                stream.finish()
-        except BaseException:  # the other sides wait for what is not launched or not answered any more
+        launched = threading.Event()
+
+        def release() -> None:
+            launched.set()
             host.release()
             if stream is not None:
                 stream.release()
+
+        try:
+            what = f"a step of {num_rows} rows"
+            with self._watch.watching(what, describe=host.describe, release=release) as step:
+                if stream is not None:
+                    stream.start(self._batch.stream_runs, launched)
+                with host.answering_replay(batches):
+                    replay()
+                    launched.set()
+                    step.mark_launched()
+                if stream is not None:
+                    stream.finish()
+        except BaseException:  # the other sides wait for what is not launched or not answered any more
+            release()
             host.mark_launched()
             raise
         if host.keys is not None:
@@ -239,8 +251,11 @@ class DecodeSteps:
             self._step.compute(num_rows, None)
             return
         host.reset()
-        with host.answering(batches), self._lanes.inline_stream(batches):
-            self._step.compute(num_rows, host)
+        what = f"a first step of {num_rows} rows"
+        with self._watch.watching(what, describe=host.describe, release=host.release) as step:
+            step.mark_launched()  # without a graph it takes as long as it takes
+            with host.answering(batches), self._lanes.inline_stream(batches):
+                self._step.compute(num_rows, host)
 
     def _rehearse(self, num_rows: int, host: HostAnswers, batches: Sequence[KeyBatch] | None) -> None:
         """Run a step with whatever lies where the CPU's answers would: kernels that are compiled meanwhile, for

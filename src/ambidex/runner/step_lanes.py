@@ -98,9 +98,9 @@ class StepLanes:
         self._scan_balance = LaneBalance(share, tell=settings.tell) if follows and scan_lane is not None else None
         self._stream = None
         if self._dram is not None and share > 0 and settings.stream_blocks > 0:
-            device = pools[Tier.GPU].device
-            words = StreamWords() if device.type == "cuda" else HostWords()
-            self._stream = StepStream(self._dram, settings.stream_blocks, device, words)
+            near = pools[Tier.GPU]
+            words = StreamWords() if near.device.type == "cuda" else HostWords()
+            self._stream = StepStream(self._dram, settings.stream_blocks, near.device, words, row_dtype=near.k.dtype)
         self.batch = DecodeBatch(
             inputs,
             block_size=pools[Tier.GPU].spec.block_size,
@@ -190,7 +190,7 @@ class StepLanes:
             is_recorded = self.weights.is_native(num_rows)
             pool = self._pools[Tier.GPU]
             self._weight_handovers[num_rows] = WeightHandover(
-                [place.side for place in self.weights.places(num_rows)],
+                self.weights.places(num_rows),
                 num_rows,
                 dtype=self.weights.dtype,
                 device=pool.device,

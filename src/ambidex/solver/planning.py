@@ -93,7 +93,7 @@ def make_problem(
         max_context_len=most_context,
         num_bytes=number_bytes,
     )
-    gpu_kv, host_kv = kv_specs(spec, dtype=request.dtype, kv_dtype=workload.kv_dtype)
+    gpu_kv, host_kv = kv_specs(spec, dtype=request.dtype, kv_dtypes=workload.kv_dtypes, has_gpu=gpu is not None)
     stream_share = 0.0
     if gpu is not None:
         fixed += graph_bytes(spec, make_buckets(most_batch), num_bytes=number_bytes)

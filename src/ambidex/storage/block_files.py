@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from ambidex.core.errors import IntegrityError
+from ambidex.core.errors import ConfigError, IntegrityError
 from ambidex.core.kv_spec import KVSpec
 
 MAGIC: Final = b"AmbiKV1\n"
@@ -124,5 +124,5 @@ def _read_head(path: Path, start: bytes, encoded: bytes) -> BlockHead:
         raise IntegrityError(f"{path.name} ends within its head")
     try:
         return _head_decoder.decode(encoded)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, ConfigError) as error:
         raise IntegrityError(f"the head of {path.name} cannot be read: {error}") from error

@@ -1,11 +1,14 @@
 """Checks of `--verify`: blocks in host memory have a checksum from when they are complete, copies are read back."""
 
 import zlib
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from ambidex.core.dtypes import DType
 from ambidex.core.errors import CopyError, IntegrityError
+from ambidex.core.ids import KVPart
 from ambidex.storage.copy import CopyBlock
 from ambidex.storage.kv_pool import KVPool
 
@@ -63,8 +66,8 @@ class VerifiedCopy:
     """Another way of copying, whose blocks are read back and compared when they have arrived.
 
     Compared are rows, since their order and format differ between pools: what a reader of the target finds, and the
-    source's rows rounded to the target's format. Where that has scales, a number may differ by one step: devices round
-    ties differently.
+    source's rows rounded to the target's format. Where that has scales, a number may differ by one step of it: devices
+    round ties differently.
 
     Args:
         checksums: of the pool whose complete blocks are known.
@@ -92,26 +95,28 @@ class VerifiedCopy:
         for pool in (source, target):
             if pool.device.type == "cuda":
                 torch.cuda.current_stream(pool.device).synchronize()
-        for name, sent, found in zip("KV", source.read_block(source_id), target.read_block(target_id), strict=True):
-            num_wrong = _count_wrong(target.round(sent.to(target.device)), found, has_scales=_has_scales(target))
+        for part, sent, found in zip(KVPart, source.read_block(source_id), target.read_block(target_id), strict=True):
+            rounded = target.round(part, sent.to(target.device))
+            num_wrong = _count_wrong(rounded, found, num_steps=_MOST_STEPS.get(target.spec.dtypes.of(part), 0))
             if num_wrong:
                 raise CopyError(
-                    f"{num_wrong} of {found.numel()} numbers of {name} arrived changed in block {target_id} on tier "
-                    f"{target.tier}: the copy is thrown away"
+                    f"{num_wrong} of {found.numel()} numbers of {part.upper()} arrived changed in block {target_id} on "
+                    f"tier {target.tier}: the copy is thrown away"
                 )
         if target is self._checksums.pool:
             self._checksums.note(target_id)
 
 
-def _has_scales(pool: KVPool) -> bool:
-    return pool.spec.dtype.num_scale_bytes > 0
+_MOST_STEPS: Final = {DType.INT8: 1, DType.INT4: 18}
+"""Steps of an int8 row by which rounding may differ. Of int4 one of its own, which are up to 17 of them
+(`reference/int4.py`), and one by which its grid may begin elsewhere."""
 
 
-def _count_wrong(sent: Tensor, found: Tensor, *, has_scales: bool) -> int:
-    """Numbers of rows [..., D] that differ; a NaN is like another."""
+def _count_wrong(sent: Tensor, found: Tensor, *, num_steps: int) -> int:
+    """Numbers of rows [..., D] that differ by more than some steps of an int8 row; a NaN is like another."""
     sent, found = sent.float(), found.float()
     is_equal = (sent == found) | (sent.isnan() & found.isnan())
-    if has_scales:
+    if num_steps:
         step = sent.abs().amax(dim=-1, keepdim=True) / 127
-        is_equal |= (sent - found).abs() <= 1.01 * step
+        is_equal |= (sent - found).abs() <= (num_steps + 0.01) * step
     return int((~is_equal).sum())

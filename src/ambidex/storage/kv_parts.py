@@ -11,8 +11,8 @@ from ambidex.core.ids import KVPart
 from ambidex.core.kv_mapping import HostLayout, KVMapping
 from ambidex.core.kv_spec import KVSpec
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
-from ambidex.storage.kv_pool import TORCH_DTYPES
 from ambidex.storage.placed_memory import PlacedMemory, find_moved, own_pages
+from ambidex.storage.row_format import TORCH_DTYPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,24 +26,24 @@ class Nodes:
 def place_parts(
     spec: KVSpec, layout: HostLayout, nodes: Nodes, memory: HostMemory = HOST_MEMORY
 ) -> Mapping[KVPart, Tensor] | str:
-    """K and V of a pool, each [L, Hkv, N, P, row_size] and on its nodes; or why they do not come to lie there.
+    """K and V of a pool, each [L, Hkv, N, P, stored_row_size] and on its nodes; or why they do not come to lie there.
 
     What belongs in DRAM is neither touched nor bound: it lies where the system puts it.
 
     Cost: touches what lies in the CXL tier.
     """
-    shape = (spec.num_layers, spec.num_kv_heads, layout.num_blocks, spec.block_size, spec.row_size)
+    blocks = (spec.num_layers, spec.num_kv_heads, layout.num_blocks, spec.block_size)
     parts: dict[KVPart, Tensor] = {}
     for part in KVPart:
-        num_bytes = layout.num_blocks * spec.part_bytes_per_block
+        shape, dtype = (*blocks, spec.stored_row_size(part)), TORCH_DTYPES[spec.dtypes.of(part)]
+        num_bytes = layout.num_blocks * spec.part_bytes_per_block(part)
         if num_bytes == 0:
-            parts[part] = torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype])
+            parts[part] = torch.empty(shape, dtype=dtype)
             continue
         try:
             region = PlacedMemory(num_bytes, memory.numa)
         except TierFullError as error:
             return str(error)
-        dtype = TORCH_DTYPES[spec.dtype]
         tensor = torch.frombuffer(region.buffer, dtype=dtype, count=num_bytes // dtype.itemsize).view(shape)
         memory.advise(tensor)  # before a page is touched; what comes of it the pool asks again
         for start, stop in _spans(spec, layout, part):
@@ -82,7 +82,7 @@ def _wanted(layout: HostLayout, nodes: Nodes) -> list[int]:
 
 def _spans(spec: KVSpec, layout: HostLayout, part: KVPart) -> Iterator[tuple[int, int]]:
     """Bytes of K or V, from and up to, that belong in the CXL tier or are interleaved."""
-    record = spec.block_size * spec.row_size * spec.dtype.num_bytes
+    record = spec.block_size * spec.row_bytes(part)
     head = layout.num_blocks * record
     whole = spec.num_layers * spec.num_kv_heads * head
     match layout.mapping:

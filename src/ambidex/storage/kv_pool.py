@@ -7,26 +7,18 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final
 
 import torch
 from torch import Tensor
 
-from ambidex.core.dtypes import DType
 from ambidex.core.errors import TierFullError
 from ambidex.core.ids import KVPart, Tier
 from ambidex.core.kv_spec import KVSpec
 from ambidex.core.units import format_size
 from ambidex.kernels import api
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
+from ambidex.storage.row_format import TORCH_DTYPES
 from ambidex.storage.slow_tier import SlowTier
-
-TORCH_DTYPES: Final[Mapping[DType, torch.dtype]] = {
-    DType.FP32: torch.float32,
-    DType.BF16: torch.bfloat16,
-    DType.FP16: torch.float16,
-    DType.INT8: torch.int8,
-}
 
 
 class KVPool(ABC):
@@ -35,13 +27,13 @@ class KVPool(ABC):
     Memory is neither zeroed nor touched: a row holds anything until it is stored.
 
     Args:
-        spec: layers, heads, head_dim, dtype, block size and order of the numbers.
+        spec: layers, heads, head_dim, dtypes, block size and order of the numbers.
         num_blocks: may be 0.
         device: where the tensors lie; the host for DRAM.
         pinned: ask for pinned host memory; `is_pinned` and `pin_refusals` (a reason for each tensor) say what came of
             it. Host memory is asked for in huge pages; `page_refusal` says why the system gives none.
         memory: who is asked.
-        parts: K and V where they were allocated already, each [L, Hkv, N, P, row_size].
+        parts: K and V where they were allocated already, each [L, Hkv, N, P, stored_row_size].
         slow: makes reads of a part of it slower.
     Raises:
         TierFullError: the device has not that many bytes.
@@ -64,8 +56,8 @@ class KVPool(ABC):
         self.num_blocks = num_blocks
         self.device = device
         self.slow = slow
-        self.k = self._allocate() if parts is None else parts[KVPart.K]  # [L, Hkv, N, P, row_size]
-        self.v = self._allocate() if parts is None else parts[KVPart.V]  # [L, Hkv, N, P, row_size]
+        self.k = self._allocate(KVPart.K) if parts is None else parts[KVPart.K]  # [L, Hkv, N, P, stored_row_size]
+        self.v = self._allocate(KVPart.V) if parts is None else parts[KVPart.V]  # [L, Hkv, N, P, stored_row_size]
         self._layers = tuple(zip(self.k, self.v, strict=True))
         self.page_refusal = memory.advise(self.k) or memory.advise(self.v) if device.type == "cpu" else None
         self._memory = memory
@@ -89,7 +81,7 @@ class KVPool(ABC):
         return (self.k, self.v)
 
     def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """K and V of one layer, each [Hkv, N, P, row_size], in the pool's order; views."""
+        """K and V of one layer, each [Hkv, N, P, stored_row_size], in the pool's order; views."""
         return self._layers[layer_idx]
 
     def reading(
@@ -104,7 +96,7 @@ class KVPool(ABC):
         if self.slow is None:
             return nullcontext()
         ids = block_ids.to("cpu")
-        num_bytes = len(ids) * rows_per_block * self.spec.row_size * self.spec.dtype.num_bytes
+        num_bytes = len(ids) * rows_per_block * self.spec.row_bytes(part)
         return self.slow.reading(self.slow.bytes_of_rows(part, layer_idx, ids, rows_per_block), num_bytes)
 
     @abstractmethod
@@ -117,7 +109,7 @@ class KVPool(ABC):
         """
 
     @abstractmethod
-    def round(self, rows: Tensor) -> Tensor:
+    def round(self, part: KVPart, rows: Tensor) -> Tensor:
         """K or V rows [T, Hkv, D] as whoever reads them from the pool later sees them, in the dtype of `rows`."""
 
     @abstractmethod
@@ -157,11 +149,11 @@ class KVPool(ABC):
             reasons = [self._memory.pin(part, self) for part in parts]
             self.pin_refusals += tuple(reason for reason in reasons if reason is not None)
 
-    def _allocate(self) -> Tensor:
+    def _allocate(self, part: KVPart) -> Tensor:
         spec = self.spec
-        shape = (spec.num_layers, spec.num_kv_heads, self.num_blocks, spec.block_size, spec.row_size)
+        shape = (spec.num_layers, spec.num_kv_heads, self.num_blocks, spec.block_size, spec.stored_row_size(part))
         try:
-            return torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype], device=self.device)
+            return torch.empty(shape, dtype=TORCH_DTYPES[spec.dtypes.of(part)], device=self.device)
         except RuntimeError as error:  # torch.OutOfMemoryError on a GPU is one, too
             raise TierFullError(
                 f"tier {self.tier}: no {format_size(self.num_bytes)} for {self.num_blocks} KV blocks on {self.device}: "
@@ -170,13 +162,13 @@ class KVPool(ABC):
 
 
 class RowKVPool(KVPool):
-    """A pool whose rows stand as the model made them: what the accelerator's ops and torch's read."""
+    """A pool whose rows stand as the model made them, in floats: what the accelerator's ops and torch's read."""
 
     def store(self, layer_idx: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         for pool, rows in zip(self.layer(layer_idx), (k, v), strict=True):
             api.store_rows(pool, slots, rows.to(pool.dtype))
 
-    def round(self, rows: Tensor) -> Tensor:
+    def round(self, part: KVPart, rows: Tensor) -> Tensor:  # noqa: ARG002  # both parts are alike here
         return rows.to(self.k.dtype).to(rows.dtype)
 
     def take_rows(self, part: KVPart, layer_idx: int, heads: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:

@@ -231,7 +231,11 @@ class SavedBlocks:
             raise IntegrityError("the file holds other tokens than its name says")
         alike = next((pool for pool in self._pools.values() if pool.spec == head.spec), None)
         if alike is None:
-            raise IntegrityError(f"the file holds {head.spec}, which no tier has")
+            spec = head.spec
+            raise IntegrityError(
+                f"the file holds K and V in {spec.dtypes} in {spec.order}, blocks of {spec.block_size} tokens, "
+                f"which no tier keeps now"
+            )
         return self._scratch_like(alike)
 
     def _scratch_like(self, pool: KVPool) -> KVPool:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import TierFullError
-from ambidex.core.kv_spec import scan_bytes_per_block
+from ambidex.core.ids import KVPart
+from ambidex.core.kv_spec import SCALE_WORD_BYTES, scan_bytes_per_block
 from ambidex.core.units import format_size
 from ambidex.kernels.cpu.bounded import BoundedPool, ScannedLayer
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
@@ -89,13 +90,13 @@ class ScanCopy:
     @property
     def key_bytes(self) -> int:
         """Bytes of one key of one layer and head that a scan reads."""
-        return self._pool.spec.row_size + DType.INT8.num_scale_bytes
+        return self._pool.spec.row_size + SCALE_WORD_BYTES
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of K and V of one key of one layer and head that are read where it is kept."""
         spec = self._pool.spec
-        value = spec.row_size * spec.dtype.num_bytes + spec.dtype.num_scale_bytes
+        value = spec.row_bytes(KVPart.V) + SCALE_WORD_BYTES * spec.num_scale_words(KVPart.V)
         return value if spec.dtype is DType.INT8 else 2 * value
 
     def pin(self, memory: HostMemory = HOST_MEMORY) -> str | None:

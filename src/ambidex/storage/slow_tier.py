@@ -33,7 +33,6 @@ class SlowTier:
         self.slow = slow
         self._spec = spec
         self._layout = layout
-        self._row_bytes = spec.row_size * spec.dtype.num_bytes
         self._stream_delay = StreamDelay(device) if device.type == "cuda" else None
 
     def bytes_of_rows(self, part: KVPart, layer_idx: int, block_ids: Tensor, rows_per_block: float) -> float:
@@ -46,14 +45,18 @@ class SlowTier:
         num_spilled = int((block_ids >= self._layout.num_near).sum()) if self._layout.num_spilled else 0
         num_near = len(block_ids) - num_spilled
         share = self._layout.cxl_share(part, layer_idx)
-        return (num_near * share + num_spilled) * rows_per_block * self._row_bytes
+        return (num_near * share + num_spilled) * rows_per_block * self._spec.row_bytes(part)
 
     def bytes_of_blocks(self, layer_idx: int, block_ids: Sequence[int]) -> float:
         """Slow bytes of K and V of whole blocks of a layer."""
         num_spilled = sum(block_id >= self._layout.num_near for block_id in block_ids)
-        shares = sum(self._layout.cxl_share(part, layer_idx) for part in KVPart)
-        part_bytes = self._spec.part_bytes_per_block / self._spec.num_layers
-        return (len(block_ids) - num_spilled) * shares * part_bytes + num_spilled * len(KVPart) * part_bytes
+        num_near = len(block_ids) - num_spilled
+        return sum(
+            (num_near * self._layout.cxl_share(part, layer_idx) + num_spilled)
+            * self._spec.part_bytes_per_block(part)
+            / self._spec.num_layers
+            for part in KVPart
+        )
 
     def bytes_of_block(self, block_id: int) -> float:
         """Slow bytes of K and V of one block in all layers."""

@@ -10,7 +10,10 @@ it launches is the same in each step. The copies are not part of it; a thread of
 
 NOTE: loading a kernel waits for all streams of the device. Were one loaded while the copies wait for a layer whose end
 is not launched yet, neither would go on. So a step that may load kernels, the first of its kind, is `inline`: its
-copies stand in the accelerator's own stream, and nobody waits for a word.
+copies stand in the accelerator's own stream, and nobody waits for a word. Nor are copies launched that wait for a step
+which the driver has not taken yet: a stream that waits takes so many launches (about a thousand, and a layer of many
+requests may have hundreds), then the next one holds up its thread, which must not be what the step's launch waits for.
+Nor must the step's launch wait for them for ever: one that takes long may do so, and they are launched then.
 """
 
 import queue
@@ -32,8 +35,10 @@ from ambidex.kernels.cpu.native import WORD_STRIDE
 from ambidex.kernels.cuda import copy2d
 from ambidex.storage.side_stream import SideStream
 from ambidex.storage.tiled_pool import TiledKVPool
-from ambidex.storage.words import WAIT_LIMIT_S, Words
+from ambidex.storage.words import WAIT_LIMIT_S, Words, naming
 
+LONG_LAUNCH_S: Final = 0.05
+"""Launches of whole steps take milliseconds."""
 LEAST_COPY_BYTES: Final = 256 * 1024
 """Bytes of a copy (consecutive blocks of all heads) from which the copy engine brings them, on average over a step's;
 shorter ones are fetched by threads of the accelerator."""
@@ -59,18 +64,38 @@ class StepStream:
         num_blocks: that a buffer holds.
         device: the accelerator.
         words: how its side writes and waits for words.
+        row_dtype: of the rows that blocks of integers become there, if the pool holds such; else they are attended as
+            they lie.
     """
 
-    def __init__(self, pool: TiledKVPool, num_blocks: int, device: torch.device, words: Words) -> None:
+    def __init__(
+        self,
+        pool: TiledKVPool,
+        num_blocks: int,
+        device: torch.device,
+        words: Words,
+        *,
+        row_dtype: torch.dtype = torch.float32,
+    ) -> None:
         self._pool = pool
         self._device = device
         self._words = words
         self.num_blocks = num_blocks
-        num_layers, num_heads, _, *record = pool.k.shape
-        shape = (num_heads, num_blocks, *record)
+        num_layers, num_heads = pool.k.shape[:2]
         self._buffers = [
-            tuple(torch.empty(shape, dtype=pool.k.dtype, device=device) for _ in range(2)) for _ in range(STEP_BUFFERS)
+            tuple(
+                torch.empty((num_heads, num_blocks, *part.shape[3:]), dtype=part.dtype, device=device)
+                for part in pool.tensors
+            )
+            for _ in range(STEP_BUFFERS)
         ]
+        rows = (num_heads, num_blocks * pool.spec.block_size, pool.spec.head_dim)
+        self.rows = (
+            (torch.empty(rows, dtype=row_dtype, device=device), torch.empty(rows, dtype=row_dtype, device=device))
+            if pool.spec.dtype.has_scales
+            else None
+        )
+        """K and V of a layer's blocks as rows, [Hkv, num_blocks · P, D] each: for whoever attends; None for floats."""
         is_cuda = device.type == "cuda"
         # [arrived or used, L, words of a cache line]
         self._flags = torch.zeros(2, num_layers, WORD_STRIDE, dtype=torch.int32, pin_memory=is_cuda)
@@ -87,11 +112,14 @@ class StepStream:
         threading.Thread(target=_work, args=(self._jobs,), name="ambidex-stream-lane", daemon=True).start()
         weakref.finalize(self, self._jobs.put, None)
 
-    def start(self, runs: Sequence[BlockRun]) -> None:
+    def start(self, runs: Sequence[BlockRun], launched: threading.Event | None = None) -> None:
         """Begin to bring a step's blocks, the same in each layer; returns at once.
 
         The accelerator has come to the end of the last step: nobody waits for a word.
 
+        Args:
+            launched: is set when the driver has taken the step, before which, or 50 ms, no copies are launched that
+                wait for it; None: it waits for nothing of this stream's.
         Raises:
             LaneError: the last step's copies have not come to their end.
         """
@@ -103,7 +131,7 @@ class StepStream:
             return
         self._host_flags[0] = 0
         self._idle.clear()
-        self._jobs.put(lambda: self._send_all(tuple(runs)))
+        self._jobs.put(lambda: self._send_all(tuple(runs), launched))
 
     def finish(self) -> None:
         """Wait until all copies of the step are launched.
@@ -135,17 +163,17 @@ class StepStream:
         finally:
             self._inline = None
 
-    def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer's blocks, each [Hkv, num_blocks, P, row_size] in the pool's order."""
-        k, v = self._buffers[layer_idx % STEP_BUFFERS]
-        return k, v
+    def layer(self, layer_idx: int) -> tuple[Tensor, ...]:
+        """K, V and of integers their scales of a layer's blocks, each [Hkv, num_blocks, …] in the pool's order."""
+        return self._buffers[layer_idx % STEP_BUFFERS]
 
     def wait(self, layer_idx: int) -> None:
         """Launch: wait until a layer's blocks have arrived."""
         if self._inline is None:
-            self._words.wait(self._flags[0, layer_idx, :1])
+            with naming(f"the stream lane, keys in DRAM, layer {layer_idx}"):
+                self._words.wait(self._flags[0, layer_idx, :1])
             return
-        for source, to in zip(self._pool.layer(layer_idx), self.layer(layer_idx), strict=True):
+        for source, to in zip(self._pool.layer_tensors(layer_idx), self.layer(layer_idx), strict=True):
             self._inline(source, to)
 
     def free(self, layer_idx: int) -> None:
@@ -153,15 +181,17 @@ class StepStream:
         if self._inline is None:
             self._words.write(self._flags[1, layer_idx, :1])
 
-    def _send_all(self, runs: Sequence[BlockRun]) -> None:
+    def _send_all(self, runs: Sequence[BlockRun], launched: threading.Event | None) -> None:
         """In the thread: launch the copies of all layers."""
         try:
             send = self._find_way(runs)
             with self._copies.active():
                 for layer_idx in range(len(self._pool.k)):
+                    if layer_idx == STEP_BUFFERS and launched is not None:
+                        launched.wait(LONG_LAUNCH_S)
                     if layer_idx >= STEP_BUFFERS:
                         self._words.wait(self._flags[1, layer_idx - STEP_BUFFERS, :1])
-                    for source, to in zip(self._pool.layer(layer_idx), self.layer(layer_idx), strict=True):
+                    for source, to in zip(self._pool.layer_tensors(layer_idx), self.layer(layer_idx), strict=True):
                         send(source, to)
                     self._words.write(self._flags[0, layer_idx, :1])
                 if self._device.type == "cuda":
@@ -173,14 +203,14 @@ class StepStream:
             self._idle.set()
 
     def _find_way(self, runs: Sequence[BlockRun]) -> Callable[[Tensor, Tensor], None]:
-        """How a layer's K or V [Hkv, N, P, R] comes into a buffer [Hkv, num_blocks, P, R]."""
+        """How a tensor of a layer [Hkv, N, …] comes into a buffer [Hkv, num_blocks, …]."""
         num_blocks = sum(run.num for run in runs)
         mean_bytes = self._pool.k[0, :, 0].nbytes * num_blocks / len(runs)
         if mean_bytes < LEAST_COPY_BYTES and self._pool.is_within_reach(self._device):
             ids = torch.cat([torch.arange(run.first, run.first + run.num) for run in runs])
             with self._copies.active():
                 there = ids.to(self._device)  # waits until they are there
-            return lambda source, to: tiles.fetch_blocks(source, there, to[:, :num_blocks])
+            return lambda source, to: tiles.fetch_blocks(_records(source), there, _records(to[:, :num_blocks]))
 
         def copy(source: Tensor, to: Tensor) -> None:
             for run in runs:
@@ -194,8 +224,8 @@ class StepStream:
 
     def _fetch(self, ids: Tensor) -> None:
         """Fetch some blocks of the first layer."""
-        k, _ = self.layer(0)
-        tiles.fetch_blocks(self._pool.layer(0)[0], ids, k[:, : len(ids)])
+        for source, to in zip(self._pool.layer_tensors(0), self.layer(0), strict=True):
+            tiles.fetch_blocks(_records(source), ids, _records(to[:, : len(ids)]))
 
     def _await_copies(self) -> None:
         end = time.monotonic() + WAIT_LIMIT_S
@@ -205,6 +235,11 @@ class StepStream:
             if time.monotonic() > end:
                 raise LaneError(f"the copies of the last step did not end within {WAIT_LIMIT_S:.0f} s")
         self._last_copies = None
+
+
+def _records(part: Tensor) -> Tensor:
+    """A tensor of blocks [Hkv, N, …] with four axes: scales of int8 have three. A view."""
+    return part.reshape(*part.shape[:3], -1)
 
 
 def _copy_nothing(_source: Tensor, _to: Tensor) -> None:

@@ -1,24 +1,25 @@
 """`TiledKVPool`: a pool in host memory in tile order, which the native CPU attention reads at the speed of the bus."""
 
 from collections.abc import Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ambidex.core.dtypes import DType
 from ambidex.core.ids import KVPart, Tier
 from ambidex.core.kv_spec import KVSpec
-from ambidex.kernels import api, tiles
+from ambidex.kernels import tiles
 from ambidex.kernels.cpu.native import AttentionPool
 from ambidex.kernels.dispatch import choose
 from ambidex.kernels.reference import kv_tiles
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
-from ambidex.storage.kv_pool import TORCH_DTYPES, KVPool
+from ambidex.storage.kv_pool import KVPool
+from ambidex.storage.row_format import RowFormat
 from ambidex.storage.slow_tier import SlowTier
 
 
 class TiledKVPool(KVPool):
-    """K and V in tile order (`docs/kv_layout.md`); int8 rows have one fp32 scale each.
+    """K and V in tile order (`docs/kv_layout.md`); rows of integers have scales beside them.
 
     Args:
         native: the threads that pack and unpack rows.
@@ -40,9 +41,13 @@ class TiledKVPool(KVPool):
             spec, tier, num_blocks, device=torch.device("cpu"), pinned=pinned, memory=memory, parts=parts, slow=slow
         )
         self.native = native
-        scales = (spec.num_layers, spec.num_kv_heads, num_blocks, spec.block_size)
-        self.k_scales = torch.empty(scales) if spec.dtype.num_scale_bytes else None  # [L, Hkv, N, P] fp32
-        self.v_scales = torch.empty(scales) if spec.dtype.num_scale_bytes else None
+        self.formats = {part: RowFormat(spec, part) for part in KVPart}
+        """Of the rows of K and V."""
+        blocks = (spec.num_layers, spec.num_kv_heads, num_blocks)
+        # int8 [L, Hkv, N, P] fp32, int4 [L, Hkv, N, W, P] words of 4 bytes
+        self.k_scales, self.v_scales = (
+            torch.empty(rows.scales_shape(blocks)) if rows.dtype.has_scales else None for rows in self.formats.values()
+        )
         self._pin(*self.tensors[2:])
 
     @property
@@ -60,24 +65,25 @@ class TiledKVPool(KVPool):
         )
 
     def layer_tensors(self, layer_idx: int) -> tuple[Tensor, ...]:
-        """K, V and for int8 their scales of one layer, each [Hkv, N, …]; views."""
+        """K, V and for integers their scales of one layer, each [Hkv, N, …]; views."""
         return tuple(part[layer_idx] for part in self.tensors)
 
     def scales(self, layer_idx: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Scales of K and V of one layer, each [Hkv, N, P] fp32; None for floating formats."""
+        """Scales of K and V of one layer, of int8 [Hkv, N, P] fp32, of int4 [Hkv, N, W, P]; None for floats."""
         if self.k_scales is None or self.v_scales is None:
             return None, None
         return self.k_scales[layer_idx], self.v_scales[layer_idx]
 
     def store(self, layer_idx: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        k_pool, v_pool = self.layer(layer_idx)
-        k_scales, v_scales = self.scales(layer_idx)
-        self._store("k", k_pool, k_scales, slots, k)
-        self._store("v", v_pool, v_scales, slots, v)
+        parts = zip(KVPart, self.layer(layer_idx), self.scales(layer_idx), (k, v), strict=True)
+        for part, pool, pool_scales, rows in parts:
+            stored, scales = self.formats[part].encode(rows)
+            self.native.store_rows(part.value, pool, slots, stored.contiguous())
+            if pool_scales is not None and scales is not None:
+                self.formats[part].put_scales(pool_scales, slots, scales)
 
-    def round(self, rows: Tensor) -> Tensor:
-        numbers, scales = self._numbers(rows)
-        return _values(numbers, scales, rows.dtype)
+    def round(self, part: KVPart, rows: Tensor) -> Tensor:
+        return self.formats[part].decode(*self.formats[part].encode(rows), rows.dtype)
 
     def gather(
         self, layer_idx: int, block_ids: Tensor, *, first_key: int, num_keys: int, dtype: torch.dtype
@@ -90,39 +96,24 @@ class TiledKVPool(KVPool):
         Cost: copies the rows, twice where the dtype is not the pool's.
         """
         keys = slice(first_key, first_key + num_keys)
-        gathered = []
-        parts: tuple[Literal["k", "v"], ...] = ("k", "v")
-        for part, pool, scales in zip(parts, self.layer(layer_idx), self.scales(layer_idx), strict=True):
-            rows = self.native.gather_rows(
-                part, pool, block_ids, first_key=first_key, num_keys=num_keys, head_dim=self.spec.head_dim
-            )
-            gathered.append(
-                _values(rows, None if scales is None else scales[:, block_ids].flatten(1, 2)[:, keys], dtype)
-            )
-        return gathered[0], gathered[1]
+        k, v = (self._gather(part, layer_idx, block_ids, keys, dtype) for part in KVPart)
+        return k, v
 
     def take_rows(self, part: KVPart, layer_idx: int, heads: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
         take = kv_tiles.take_v if part is KVPart.V else kv_tiles.take_k
-        numbers = take(self.layer(layer_idx)[part is KVPart.V], heads, slots, self.spec.head_dim)
+        rows = self.formats[part]
+        stored = take(self.layer(layer_idx)[part is KVPart.V], heads, slots, rows.stored_dim)
         scales = self.scales(layer_idx)[part is KVPart.V]
-        return _values(numbers, None if scales is None else scales.flatten(1)[heads, slots], dtype)
+        return rows.decode(stored, None if scales is None else rows.take_scales(scales, heads, slots), dtype)
 
     def read_rows(
         self, part: KVPart, layer_idx: int, block_ids: Tensor, *, num_keys: int, dtype: torch.dtype
     ) -> Tensor:
-        pool, scales = self.layer(layer_idx)[part is KVPart.V], self.scales(layer_idx)[part is KVPart.V]
-        rows = self.native.gather_rows(
-            part.value, pool, block_ids, first_key=0, num_keys=num_keys, head_dim=self.spec.head_dim
-        )
-        return _values(rows, None if scales is None else scales[:, block_ids].flatten(1, 2)[:, :num_keys], dtype)
+        return self._gather(part, layer_idx, block_ids, slice(0, num_keys), dtype)
 
     def read_block(self, block_id: int) -> tuple[Tensor, Tensor]:
-        dtype = torch.float32 if self.k_scales is not None else self.k.dtype
-        k = kv_tiles.unpack_k(self.k[:, :, block_id], self.spec.head_dim)
-        v = kv_tiles.unpack_v(self.v[:, :, block_id], self.spec.head_dim)
-        if self.k_scales is None or self.v_scales is None:
-            return k, v
-        return _values(k, self.k_scales[:, :, block_id], dtype), _values(v, self.v_scales[:, :, block_id], dtype)
+        k, v = (self._read_block(part, block_id) for part in KVPart)
+        return k, v
 
     def write_block(self, block_id: int, k: Tensor, v: Tensor) -> None:
         """Fill a block; rows on another device are laid out there, so what crosses the link is ready to be read.
@@ -133,9 +124,13 @@ class TiledKVPool(KVPool):
             job = torch.tensor([[0, block_id, 0, self.spec.block_size]]).to(k.device, non_blocking=True)
             self.write_rows(slice(None), job, k, v)
             return
-        numbers = [self._numbers(k), self._numbers(v)]
-        packed = [kv_tiles.pack_k(numbers[0][0]), kv_tiles.pack_v(numbers[1][0])]
-        scales = [part for _, part in numbers if part is not None]
+        encoded = [self.formats[part].encode(rows) for part, rows in zip(KVPart, (k, v), strict=True)]
+        packed = [kv_tiles.pack_k(encoded[0][0]), kv_tiles.pack_v(encoded[1][0])]
+        scales = [
+            part.transpose(2, 3) if self.formats[name].dtype is DType.INT4 else part
+            for name, (_, part) in zip(KVPart, encoded, strict=True)
+            if part is not None
+        ]
         # Contiguous, so one copy each, into pinned memory; torch would copy into a block's strided places by itself
         # through pageable memory.
         arrived = [part.contiguous().to("cpu", non_blocking=True) for part in (*packed, *scales)]
@@ -157,21 +152,22 @@ class TiledKVPool(KVPool):
             v_scales=None if self.v_scales is None else self.v_scales[layers],
         )  # fmt: skip
 
-    def _store(
-        self, part: Literal["k", "v"], pool: Tensor, pool_scales: Tensor | None, slots: Tensor, rows: Tensor
-    ) -> None:
-        numbers, scales = self._numbers(rows)
-        self.native.store_rows(part, pool, slots, numbers.contiguous())
-        if pool_scales is not None and scales is not None:
-            pool_scales.flatten(1)[:, slots] = scales.T
+    def _gather(self, part: KVPart, layer_idx: int, block_ids: Tensor, keys: slice, dtype: torch.dtype) -> Tensor:
+        """Rows of one part of blocks of a layer, [Hkv, keys, D]."""
+        rows, is_v = self.formats[part], part is KVPart.V
+        stored = self.native.gather_rows(
+            part.value, self.layer(layer_idx)[is_v], block_ids,
+            first_key=keys.start, num_keys=keys.stop - keys.start, head_dim=rows.stored_dim,
+        )  # fmt: skip
+        scales = self.scales(layer_idx)[is_v]
+        return rows.decode(stored, None if scales is None else rows.block_scales(scales, block_ids)[:, keys], dtype)
 
-    def _numbers(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Rows [..., D] in the pool's format, and their scales [...] if it has any."""
-        if self.spec.dtype.num_scale_bytes:
-            return api.quantize_rows(rows)
-        return rows.to(TORCH_DTYPES[self.spec.dtype]), None
-
-
-def _values(numbers: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Numbers [..., D] of the pool, with their scales [...] if any, in a floating format."""
-    return (numbers if scales is None else numbers * scales[..., None]).to(dtype)
+    def _read_block(self, part: KVPart, block_id: int) -> Tensor:
+        """Rows of one part of a block, [L, Hkv, P, D]; of integers in fp32."""
+        rows, is_v = self.formats[part], part is KVPart.V
+        pool, scales = (self.v, self.v_scales) if is_v else (self.k, self.k_scales)
+        unpack = kv_tiles.unpack_v if is_v else kv_tiles.unpack_k
+        stored = unpack(pool[:, :, block_id], rows.stored_dim)
+        if scales is None:
+            return stored
+        return rows.decode(stored, rows.scales_of_block(scales, block_id), torch.float32)

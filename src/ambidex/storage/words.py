@@ -1,6 +1,8 @@
 """Words in host memory by which the accelerator, its copies and the CPU's threads say how far they are."""
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final, Protocol
 
 import torch
@@ -27,6 +29,15 @@ class Words(Protocol):
         ...
 
 
+@contextmanager
+def naming(lane: str) -> Iterator[None]:
+    """Let an error of a wait inside say which lane did not come, and with what."""
+    try:
+        yield
+    except LaneError as error:
+        raise LaneError(f"{lane}: {error}") from error
+
+
 class StepFence:
     """Where the accelerator's last launched step ends: its words may become 0 again only behind that.
 
@@ -42,16 +53,18 @@ class StepFence:
         if self._launched is not None:
             self._launched.record()
 
-    def wait(self, limit_s: float) -> None:
+    def wait(self, limit_s: float, describe: Callable[[], str]) -> None:
         """Return when the step has ended.
 
+        Args:
+            describe: says how far its words are.
         Raises:
             LaneError: not in time: its waits would never end if their words became 0.
         """
         end = time.monotonic() + limit_s
         while self._launched is not None and not self._launched.query():  # type: ignore[no-untyped-call]  # likewise
             if time.monotonic() > end:
-                raise LaneError(f"the accelerator did not end its last step within {limit_s:.0f} s")
+                raise LaneError(f"the accelerator did not end its last step within {limit_s:.0f} s: {describe()}")
 
 
 class StreamWords:

@@ -52,8 +52,8 @@ def test_streamed_keys_of_whole_blocks_equal_whole_context(split: str, device: s
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"),
-    [(DType.FP32, DType.BF16), (DType.FP32, DType.FP16), (DType.FP32, DType.INT8), (DType.BF16, DType.BF16),
-     (DType.FP16, DType.FP16)],
+    [(DType.FP32, DType.BF16), (DType.FP32, DType.FP16), (DType.FP32, DType.INT8), (DType.FP32, DType.INT4),
+     (DType.BF16, DType.BF16), (DType.FP16, DType.FP16)],
 )  # fmt: skip
 @pytest.mark.parametrize("head_dim", [16, 80])
 def test_streamed_keys_in_every_format_equal_whole_context(

@@ -18,6 +18,7 @@ from ambidex.attention.streamed import LaneBalance, StreamedAttention
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import LaneError
 from ambidex.core.ids import BlockId, RequestId, Tier
+from ambidex.core.kv_dtypes import parse_kv_dtypes
 from ambidex.core.kv_spec import KVOrder, KVSpec
 from ambidex.core.step import BlockRef, ScheduledRequest
 from ambidex.kernels import dispatch
@@ -29,7 +30,7 @@ from ambidex.storage.step_stream import StepStream
 from ambidex.storage.tiled_pool import TiledKVPool
 from ambidex.storage.words import HostWords
 from triton_device import INTERPRETED
-from truth import assert_within_twice_plain, naive_attend
+from truth import assert_within_twice_plain, naive_attend, plain_int8_attend
 
 BLOCK_SIZE, NUM_ROWS, NUM_LAYERS = 16, 4, 3
 LENGTHS = (150, 3, 81)
@@ -42,17 +43,19 @@ DTYPE = torch.float16
 class World:
     """Random contexts, cut at random into blocks on both tiers; the newest block is on the accelerator's."""
 
-    def __init__(self, *, stream_share: float, max_mass: float | None = None) -> None:
+    def __init__(self, *, stream_share: float, max_mass: float | None = None, kv_dtype: str = "fp16") -> None:
         rng = random.Random(3)
         generator = torch.Generator().manual_seed(0)
         rows = KVSpec.of(SPEC, dtype=DType.FP16, block_size=BLOCK_SIZE)
-        tiles = KVSpec.of(SPEC, dtype=DType.FP16, block_size=BLOCK_SIZE, order=KVOrder.TILES)
+        dtypes = parse_kv_dtypes(kv_dtype)
+        assert dtypes is not None
+        tiles = KVSpec.of(SPEC, dtype=dtypes, block_size=BLOCK_SIZE, order=KVOrder.TILES)
         self.gpu = RowKVPool(rows, Tier.GPU, 24, device=CPU, pinned=False)
         self.dram = TiledKVPool(tiles, Tier.DRAM, 24, native=AttentionPool(ThreadPool(2)), pinned=False)
         pools = {Tier.GPU: self.gpu, Tier.DRAM: self.dram}
         for pool in pools.values():
-            pool.k.fill_(torch.nan)
-            pool.v.fill_(torch.nan)
+            for part in pool.tensors:
+                part.fill_(torch.nan if part.dtype.is_floating_point else 77)
         free = {tier: rng.sample(range(24), 24) for tier in pools}
         self.contexts, self.requests = [], []  # K and V, each [L, Hkv, S, D]
         for index, length in enumerate(LENGTHS):
@@ -65,6 +68,7 @@ class World:
                 blocks.append(BlockRef(tier, BlockId(free[tier].pop())))
                 part = slice(start, start + BLOCK_SIZE)
                 pools[tier].write_block(blocks[-1].block_id, k[:, :, part], v[:, :, part])
+                k[:, :, part], v[:, :, part] = pools[tier].read_block(blocks[-1].block_id)  # as it was rounded
             self.contexts.append((k[:, :, :length], v[:, :, :length]))
             self.requests.append(
                 ScheduledRequest(
@@ -77,7 +81,7 @@ class World:
             self.inputs, block_size=BLOCK_SIZE, has_cpu_lane=True, stream_share=stream_share, max_streamed=24,
             scans=None if max_mass is None else lambda _: True, scan_share=stream_share, max_scanned=24,
         )  # fmt: skip
-        self.stream = StepStream(self.dram, 24, CPU, HostWords())
+        self.stream = StepStream(self.dram, 24, CPU, HostWords(), row_dtype=DTYPE)
         device = self.inputs.device(NUM_ROWS)
         self.bounded, scanned = None, None
         if max_mass is not None:
@@ -115,8 +119,9 @@ def make_empty_batch() -> KeyBatch:
 
 
 @pytest.mark.parametrize("stream_share", [0.0, 0.4, 1.0])
-def test_three_lanes_give_attention_over_the_whole_context(stream_share: float) -> None:
-    world = World(stream_share=stream_share)
+@pytest.mark.parametrize("kv_dtype", ["fp16", "int8", "int4", "k=int8,v=int4"])
+def test_three_lanes_give_attention_over_the_whole_context(kv_dtype: str, stream_share: float) -> None:
+    world = World(stream_share=stream_share, kv_dtype=kv_dtype)
     assert world.batch.try_prepare(world.requests, NUM_ROWS)
     world.inputs.device(NUM_ROWS).extend_table()
     assert (world.batch.num_streamed > 0) is (stream_share > 0)
@@ -136,6 +141,8 @@ def test_three_lanes_give_attention_over_the_whole_context(stream_share: float) 
                 visible = torch.ones(1, LENGTHS[row], dtype=torch.bool)
                 truth, _ = naive_attend(q.double(), k[layer].double(), v[layer].double(), 32**-0.5, visible)
                 plain, _ = naive_attend(q, k[layer], v[layer], 32**-0.5, visible)
+                if kv_dtype != "fp16":  # the CPU lane rounds queries and probabilities then
+                    plain = plain_int8_attend(q, k[layer], v[layer], 32**-0.5, visible)
                 assert_within_twice_plain(out[row : row + 1], plain, truth, num_roundings=4)
 
 

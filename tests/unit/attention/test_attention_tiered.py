@@ -43,7 +43,7 @@ def test_attend_over_ragged_steps_equals_whole_context(split: str, block_size: i
         world.step(work)
 
 
-@pytest.mark.parametrize("kv_dtype", [DType.BF16, DType.FP16, DType.INT8])
+@pytest.mark.parametrize("kv_dtype", [DType.BF16, DType.FP16, DType.INT8, DType.INT4])
 @pytest.mark.parametrize("windows", [(None, 5), (20, 1)])
 @pytest.mark.parametrize("split", SPLITS)
 def test_attend_over_tiles_narrower_than_the_queries_equals_whole_context_of_rounded_rows(

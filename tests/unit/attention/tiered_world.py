@@ -10,7 +10,7 @@ from torch import Tensor
 from ambidex.attention.chunk_stream import ChunkStream
 from ambidex.attention.tiered import TieredAttention
 from ambidex.core.dtypes import DType
-from ambidex.core.ids import BlockId, RequestId, Tier
+from ambidex.core.ids import BlockId, KVPart, RequestId, Tier
 from ambidex.core.kv_spec import TILE_TOKENS, KVOrder, KVSpec, StreamBuffers
 from ambidex.core.model_spec import Activation, ModelSpec
 from ambidex.core.step import BlockRef, ScheduledRequest
@@ -156,7 +156,10 @@ class TieredWorld:
                 row += num_tokens
 
     def _check(self, request_idx: int, layer_idx: int, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
-        k, v = (self.pools[Tier.GPU].round(rows.to(self.device)).cpu().transpose(0, 1) for rows in (k, v))
+        k, v = (
+            self.pools[Tier.GPU].round(part, rows.to(self.device)).cpu().transpose(0, 1)
+            for part, rows in zip(KVPart, (k, v), strict=True)
+        )
         if (request_idx, layer_idx) in self.contexts:
             old_k, old_v = self.contexts[request_idx, layer_idx]
             k, v = torch.cat((old_k, k), 1), torch.cat((old_v, v), 1)
@@ -165,7 +168,7 @@ class TieredWorld:
         scale = self.spec.head_dim**-0.5
         truth, _ = naive_attend(q.double(), k.double(), v.double(), scale, visible)
         plain, _ = naive_attend(q, k, v, scale, visible)
-        if self.kv_dtype is DType.INT8:  # queries and probabilities are rounded to 8 bits, too, as in a plain int8 run
+        if self.kv_dtype in (DType.INT8, DType.INT4):  # queries and probabilities are rounded to 8 bits, too
             plain = plain_int8_attend(q, k, v, scale, visible)
         # Own, GPU and CPU states, result; fp32 attention of torch on CUDA is off by up to 5 (test_ops_attention).
         per_state = 5 if self.device == "cuda" and self.dtype == torch.float32 else 1

@@ -37,7 +37,7 @@ def test_biases_make_the_shares_with_random_weights() -> None:
     spec = spec_from_hf(OPT)
     assert spec.activation is Activation.RELU
     model = build_model(spec, device=torch.device("cpu"), dtype=torch.float32)
-    make_dummy_weights(model, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+    make_dummy_weights(model, spec, seed=0, device=torch.device("cpu"), dtype=torch.float32)
     pattern = Pattern.of(2, 2048)
     pattern.shape_biases(model)
     x = torch.nn.functional.layer_norm(torch.randn(2000, 256), (256,))

@@ -66,6 +66,15 @@ def test_grid_has_every_point_once_and_quality_once_a_context() -> None:
     assert all(len({(cell.kind, cell.variant, cell.kv_gpu_tokens) for cell in group}) == 1 for group in groups)
 
 
+def test_methods_that_attend_all_keys_have_the_quality_of_exact() -> None:
+    def with_quality(*words: str) -> list[str]:
+        grid = make_grid(variants=[Variant.parse(word) for word in words], kinds=(CellKind.QUALITY,))
+        return list(dict.fromkeys(cell.variant for group in grid.cells(EngineConfig(model="m")) for cell in group))
+
+    assert with_quality("exact", "flexgen", "moe_lightning", "h2o") == ["exact", "h2o"]
+    assert with_quality("exact:stream_percent=0", "flexgen") == ["exact:stream_percent=0", "flexgen"]
+
+
 def test_grid_of_one_kind_has_nothing_else() -> None:
     cells = [cell for group in make_grid(kinds=(CellKind.SPEED,)).cells(EngineConfig(model="none")) for cell in group]
     assert {cell.kind for cell in cells} == {CellKind.SPEED}

@@ -1,5 +1,6 @@
 """The report's page: what it says, and that a browser draws it without errors and without asking anyone."""
 
+import re
 import shutil
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -7,8 +8,16 @@ from typing import Any
 
 import pytest
 
-from ambidex.compare.page import make_html
-from ambidex.compare.tables import busy_note, find_entries, find_ratios, make_markdown
+from ambidex.compare.page import make_html, make_plots
+from ambidex.compare.tables import (
+    FORM_NOTE,
+    busy_note,
+    find_entries,
+    find_front,
+    find_fronts,
+    find_ratios,
+    make_markdown,
+)
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 OPENING: dict[str, Any] = {
@@ -54,17 +63,25 @@ LINES = [
 def test_speeds_stand_beside_the_quality_of_their_context() -> None:
     rows = {(entry.name, entry.cell.context, entry.cell.batch): entry.row() for entry in find_entries(LINES)}
     assert len(rows) == 8
-    assert rows["h2o", 1024, 4][-4:] == ["80.0 %", "2.0e-02", "+5.00 %", "50 % (100 %)"]
-    assert rows["h2o", 2048, 1][-4:] == ["–"] * 4
-    assert rows["exact", 1024, 1][4:7] == ["50", "50–50", "20"]
-    assert rows["exact", 1024, 1][9:11] == ["gpu 1.0 KiB", "gpu 4.0 KiB, dram 2.0 KiB"]
+    assert rows["h2o", 1024, 4][10:14] == ["80.0 %", "2.0e-02", "+5.00 %", "50 % (100 %)"]
+    assert rows["h2o", 2048, 1][10:14] == ["–"] * 4
+    assert rows["exact", 1024, 1][5:8] == ["50", "50–50", "20"]
+    assert rows["exact", 1024, 1][14:16] == ["gpu 1.0 KiB", "gpu 4.0 KiB, dram 2.0 KiB"]
+
+
+def test_method_that_attends_all_keys_stands_beside_the_quality_of_exact() -> None:
+    lines = [speed("flexgen", 1024, 1, 0.1), speed("flexgen", 2048, 1, 0.2), quality("exact", 1024, 0.97)]
+    assert [entry.top1_equal for entry in find_entries(lines)] == [0.97, None]
+    assert [entry.top1_equal for entry in find_entries([*lines, quality("flexgen", 1024, 0.99)])] == [0.99, None]
+    dropping, *_ = find_entries([speed("h2o", 1024, 1, 0.1), *lines])
+    assert dropping.top1_equal is None
 
 
 def test_page_has_tables_plots_and_failures_and_nothing_unescaped() -> None:
     html = make_html(LINES)
     for begin in [place for place in range(len(html)) if html.startswith("<svg", place)]:
         ET.fromstring(html[begin : html.index("</svg>", begin) + 6])
-    assert html.count("<svg") == 4
+    assert html.count("<svg") == 5
     assert "Lanes in two steps of exact" in html
     assert "no &lt;memory&gt;" in html
     assert "a &lt;fast&gt; CPU" in html
@@ -72,6 +89,48 @@ def test_page_has_tables_plots_and_failures_and_nothing_unescaped() -> None:
     markdown = make_markdown(LINES)
     assert markdown.count("| exact |") == 4
     assert "no <memory>" in markdown
+
+
+def test_plots_are_of_points_that_can_be_compared() -> None:
+    html = make_html(LINES)
+    titles = re.findall(r'aria-label="([^"]+)"', html)
+    assert titles == [
+        "Speed against quality, context 1024, batch 1", "Speed against quality, context 2048, batch 1",
+        "Latency against context, batch 1", "Throughput against batch, context 2048",
+        "Lanes in two steps of exact, context 2048, batch 1",
+    ]  # fmt: skip
+    assert ">1K</text>" in html, "contexts that were measured stand at the axis"
+    assert ">2K</text>" in html
+    assert make_plots(find_entries([speed("exact", 1024, 1, 0.1)])) == [], "one point without quality is no plot"
+
+
+def test_methods_that_none_beats_are_the_front() -> None:
+    lines = [
+        *(speed(name, 1024, 1, seconds) for name, seconds in (("exact", 0.05), ("h2o", 0.02), ("quest", 0.03),
+                                                               ("bounded", 0.04), ("flexgen", 0.06))),
+        quality("exact", 1024, 1.0), quality("h2o", 1024, 0.7), quality("quest", 1024, 0.6),
+        quality("bounded", 1024, 0.99), speed("h2o", 2048, 1, 0.02),
+    ]  # fmt: skip
+    entries = find_entries(lines)
+    assert [entry.name for entry in find_front([entry for entry in entries if entry.cell.context == 1024])] == [
+        "h2o", "bounded", "exact",
+    ]  # fmt: skip
+    row = ["1024", "1", "all that fits", "h2o (20 ms, 70.0 %), bounded (40 ms, 99.0 %), exact (50 ms, 100.0 %)"]
+    assert find_fronts(entries) == [row]
+    assert row[-1] in make_html(lines)
+    assert row[-1] in make_markdown(lines)
+    equal = [speed("a", 1, 1, 0.1), speed("b", 1, 1, 0.1), quality("a", 1, 0.9), quality("b", 1, 0.9)]
+    assert [entry.name for entry in find_front(find_entries(equal))] == ["a"]
+
+
+def test_steps_computed_op_by_op_are_told_from_recorded_ones() -> None:
+    lines = [speed("exact", 1024, 1, 0.05), speed("h2o", 1024, 1, 0.02)]
+    assert "op by op" not in make_html(lines), "an engine that does not say it"
+    for line, form in zip(lines, ("captured", "ordinary"), strict=True):
+        line["figures"]["became"] = {"compute.decode": form}
+    assert [entry.row()[1] for entry in find_entries(lines)] == ["recorded", "op by op"]
+    assert FORM_NOTE in make_html(lines)
+    assert FORM_NOTE in make_markdown(lines)
 
 
 def test_busy_machine_is_said() -> None:
@@ -110,10 +169,10 @@ def test_browser_draws_it_without_errors_and_without_asking_anyone(tmp_path: Pat
         browser.close()
     assert problems == []
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
-    assert len(boxes) == 4
+    assert len(boxes) == 5
     assert all(box["width"] > 300 and box["height"] > 60 for box in boxes)
     assert marks >= 25
-    assert rows == 9
+    assert rows == 8 + 4 + 1
 
 
 def test_hybridgen_and_bounded_are_held_against_all_others_at_the_same_point() -> None:

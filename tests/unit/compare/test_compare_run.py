@@ -12,6 +12,7 @@ from ambidex.compare.cells import Cell, CellKind
 from ambidex.compare.run import measure_group
 from ambidex.compare.worker import Part, find_spans, run_part
 from ambidex.core.config import EngineConfig
+from ambidex.core.policy import PolicyName
 from tiny_engine import make_engine_folder
 
 SETTINGS: dict[str, Any] = {"num_threads": 1, "dtype": "fp32", "max_context_len": 127}
@@ -94,6 +95,29 @@ def test_quality_of_random_weights_is_measured_on_random_tokens(folder: Path) ->
     assert line["figures"]["agreement"]["mean_kl"] > 0
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", PolicyName)
+def test_cells_of_each_policy_are_measured_on_a_gpu(folder: Path, policy: PolicyName) -> None:
+    """As `bench/compare_h200.sh` has them: dummy weights, sink and recent window on the GPU, the rest in DRAM."""
+    config = {
+        "model": str(folder), "policy": policy, "device": "cuda", "dtype": "bf16", "load_format": "dummy",
+        "max_context_len": 120, "max_running_requests": 1, "max_tokens_per_step": 32, "block_size": 16,
+        "num_threads": 2, "num_sink_tokens": 16, "recent_window": 16,
+    }  # fmt: skip
+    for kind, own in ((CellKind.SPEED, {"kv_gpu_tokens": 64}), (CellKind.QUALITY, {})):
+        batch = 1 if kind is CellKind.SPEED else None
+        cells = [make_cell(kind, folder, context=context, batch=batch).record() for context in (70, 90)]
+        part = Part(config=config | own, cells=cells, text="a")
+        lines = [line for _, line in run_part(part) if "index" in line]
+        assert [line.get("failed") for line in lines] == [None, None]
+        if kind is CellKind.QUALITY:
+            agreements = [line["figures"]["agreement"] for line in lines]
+            assert all(agreement["num_tokens"] == 8 and agreement["perplexity"] > 1 for agreement in agreements)
+        elif policy not in (PolicyName.H2O, PolicyName.QINFER_WINDOWS):  # they keep a fifth, which the GPU holds
+            lanes = [line["figures"]["lane_bytes"] for line in lines]
+            assert all(sum(size for lane, size in own_lanes.items() if lane != "gpu") > 0 for own_lanes in lanes)
+
+
 def test_timeline_cells_have_spans_of_each_lane(folder: Path) -> None:
     cell = make_cell(CellKind.TIMELINE, folder)
     (line,) = measure(folder, [cell], kv_gpu_tokens=32, block_size=16)
@@ -110,6 +134,16 @@ def test_spans_are_of_the_last_full_steps() -> None:
     assert find_spans(events) == [
         ["steps", "step 2", 0.0, 0.9], ["steps", "step 3", 1.0, 1.9], ["steps", "attend", 0.1, 0.15],
     ]  # fmt: skip
+
+
+def test_model_that_a_policy_cannot_serve_fails_its_cells_with_the_reason(tmp_path: Path) -> None:
+    windows = make_engine_folder(tmp_path, "mistral")
+    cells = [make_cell(CellKind.SPEED, windows, context=context, batch=1) for context in (40, 60)]
+    config = EngineConfig(model=str(windows), policy=PolicyName.H2O, **SETTINGS)
+    outcomes = list(measure_group(config, cells, text=WORDS, cell_timeout_s=120.0))
+    assert [cell for cell, _ in outcomes] == cells
+    assert [outcome["status"] for _, outcome in outcomes] == ["failed", "failed"]
+    assert all("`policy` h2o cannot serve this mistral model" in outcome["reason"] for _, outcome in outcomes)
 
 
 def test_cell_that_takes_too_long_fails_and_its_worker_ends(folder: Path) -> None:
@@ -143,9 +177,9 @@ def test_command_measures_goes_on_and_reports(folder: Path, tmp_path: Path) -> N
     assert "5 of 5 cells are in" in again.output
     assert len((report / "cells.jsonl").read_text().splitlines()) == 5
     html, markdown = (report / "report.html").read_text(), (report / "report.md").read_text()
-    assert html.count("<svg") == 3
+    assert html.count("<svg") == 1
     assert "streaming_llm:policy_tokens=8" in html
-    assert "| streaming_llm:policy_tokens=8 | 60 | 1 | 32 tokens |" in markdown
+    assert "| streaming_llm:policy_tokens=8 | op by op | 60 | 1 | 32 tokens |" in markdown
     assert "the limit is 127" in html
     assert "the limit is 127" in markdown
 

@@ -48,10 +48,10 @@ class World:
     def __init__(self, *, is_recorded: bool) -> None:
         linear = LinearContext(ThreadPool(1))
         self.sides = [make_side(shape, linear) for shape in SHAPES]
-        self.handover = WeightHandover(
-            self.sides, NUM_ROWS, dtype=torch.float32, device=CPU, arena=Arena() if is_recorded else None
-        )
         places = [HostPlace(side=side, layer_idx=0, is_before_attention=False) for side in self.sides]
+        self.handover = WeightHandover(
+            places, NUM_ROWS, dtype=torch.float32, device=CPU, arena=Arena() if is_recorded else None
+        )
         self.answers = HostAnswers(None, self.handover, places, num_layers=1)
 
     def step(self, xs: list[Tensor]) -> list[Tensor]:
@@ -82,9 +82,31 @@ def test_a_place_that_is_never_asked_ends_with_an_error(monkeypatch: pytest.Monk
     world = World(is_recorded=False)
     world.answers.reset()
     world.handover.begin(world.sides[0], torch.zeros(NUM_ROWS, 24))
-    with pytest.raises(LaneError, match="nothing to the CPU at place 1"):
+    with pytest.raises(LaneError, match="no input of layer 0, MLP to the CPU lane"):
         world.answers.answer(None)
     world.handover._receive(1)  # would wait for ever if the word were not set
+
+
+def test_an_answer_that_never_comes_names_the_lane_and_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ambidex.storage.words.WAIT_LIMIT_S", 0.05)
+    world = World(is_recorded=False)
+    world.answers.reset()
+    receive = world.handover.begin(world.sides[0], torch.zeros(NUM_ROWS, 24))
+    with pytest.raises(LaneError, match="CPU lane, weights in DRAM, layer 0, attention's output: another lane"):
+        receive()
+
+
+def test_words_are_described() -> None:
+    world = World(is_recorded=False)
+    world.answers.reset()
+    world.handover.begin(world.sides[0], torch.zeros(NUM_ROWS, 24))
+    assert world.answers.describe() == (
+        "of 2 products with weights in DRAM 1 were asked, 0 answered; next: layer 0, attention's output"
+    )
+    world.handover.answer(0)
+    assert "1 answered; next: layer 0, MLP" in world.answers.describe()
+    world.answers.release()
+    assert world.answers.describe().endswith("2 answered")
 
 
 def test_a_launch_that_breaks_off_does_not_keep_the_cpu_waiting() -> None:

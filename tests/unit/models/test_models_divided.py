@@ -85,7 +85,7 @@ def test_counted_bytes_are_what_is_allocated(split: WeightSplit, config: dict[st
 
 def test_dummy_weights_of_divided_matrices_are_random_everywhere() -> None:
     model, divided = divide(CONFIG, placement_of(SPREAD))
-    make_dummy_weights(model, seed=0, device=CPU, dtype=torch.float32, divided=divided.matrices)
+    make_dummy_weights(model, spec_from_hf(CONFIG), seed=0, device=CPU, dtype=torch.float32, divided=divided.matrices)
     for name, matrix in divided.matrices.items():
         for piece in matrix.pieces:
             assert 0.005 < piece.data.std() < 0.04, name

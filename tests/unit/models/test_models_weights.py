@@ -260,7 +260,7 @@ def test_load_when_buffer_is_meta_refuses_to_leave_it(tmp_path: Path) -> None:
 def make_dummy(seed: int, config: Mapping[str, Any] = CONFIG) -> CausalLM:
     spec = replace(spec_from_hf(config), qkv_bias=True)
     model = make_model(spec)
-    make_dummy_weights(model, seed=seed, device=CPU, dtype=torch.float32)
+    make_dummy_weights(model, spec, seed=seed, device=CPU, dtype=torch.float32)
     return model
 
 
@@ -280,21 +280,23 @@ def test_dummy_when_made_has_the_stated_spread_and_norms_of_one() -> None:
             assert parameter.std().item() == pytest.approx(0.02, rel=0.2), name
 
 
-def test_dummy_scores_spread_by_four_before_rotation() -> None:
-    wide = {**CONFIG, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+def test_dummy_scores_spread_as_stated_and_heads_of_a_group_agree_by_half() -> None:
+    wide = {**CONFIG, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
     model = make_dummy(7, wide)
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))  # rms 1, as behind a norm
-    q, k = (
-        (x @ model.get_parameter(name).T).view(64, 8, 64).transpose(0, 1)
-        for name in (Q_PROJ, Q_PROJ.replace("q_proj", "k_proj"))
-    )
-    scores = q @ k.transpose(1, 2) / 64**0.5
-    assert scores.std().item() == pytest.approx(4.0, rel=0.1)
+    q = (x @ model.get_parameter(Q_PROJ).T).view(64, 4, 2, 64).permute(1, 2, 0, 3)  # [Hkv, G, T, D]
+    k = (x @ model.get_parameter(Q_PROJ.replace("q_proj", "k_proj")).T).view(64, 4, 64).transpose(0, 1)
+    scores = q @ k.transpose(1, 2)[:, None] / 64**0.5
+    assert scores.std().item() == pytest.approx(4.5, rel=0.1)
+    first, second = (scores[:, head].flatten() for head in (0, 1))
+    assert torch.corrcoef(torch.stack((first, second)))[0, 1].item() == pytest.approx(0.5, abs=0.1)
+    across = torch.corrcoef(torch.stack((scores[0, 0].flatten(), scores[1, 0].flatten())))[0, 1].item()
+    assert abs(across) < 0.1
 
 
 def test_dummy_when_parameters_are_meta_makes_them() -> None:
     model = Tied()
-    make_dummy_weights(model, seed=0, device=CPU, dtype=torch.float16)
+    make_dummy_weights(model, spec_from_hf(CONFIG), seed=0, device=CPU, dtype=torch.float16)
     assert model.second.weight is model.first.weight
     assert (model.first.weight.device, model.first.weight.dtype) == (CPU, torch.float16)
 

@@ -52,6 +52,20 @@ def test_chart_is_xml_with_a_mark_for_each_point() -> None:
     assert "<script" not in svg
 
 
+def test_chart_is_as_wide_as_its_names_and_writes_its_own_ticks() -> None:
+    def chart(name: str) -> str:
+        line = Series(name=name, points=[(256, 1), (512, 2)])
+        front = Series(name="front", points=[(256, 1), (512, 2)], is_dashed=True, has_marks=False)
+        return Chart(title="t", x_name="x", y_name="y", is_x_log=True, series=[line, front], x_ticks=[256, 512]).svg()
+
+    widths = [float(ET.fromstring(chart(name)).attrib["width"]) for name in ("short", 50 * "w")]
+    assert widths[0] == 720
+    assert widths[1] > 900
+    assert ">256</text>" in chart("a")
+    assert ">300</text>" not in chart("a")
+    assert chart("a").count("<title>") == 2, "a line without marks has none"
+
+
 def test_chart_without_points_says_so() -> None:
     assert "nothing was measured" in Chart(title="t", x_name="x", y_name="y", series=[]).svg()
     assert "nothing was traced" in Timeline(title="t", spans=[]).svg()

@@ -8,7 +8,7 @@ import torch
 
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import CopyError
-from ambidex.core.ids import BlockId, MoveId, Tier
+from ambidex.core.ids import BlockId, KVPart, MoveId, Tier
 from ambidex.core.kv_spec import KVOrder, KVSpec
 from ambidex.core.step import BlockMove, BlockRef
 from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
@@ -62,9 +62,9 @@ def test_run_copies_k_and_v_of_all_layers_both_ways_and_nothing_else(device: str
 
 @pytest.mark.parametrize(("device", "pinned"), [("cpu", False), *(pytest.param("cuda", pinned, marks=pytest.mark.gpu)
                                                                    for pinned in (True, False))])  # fmt: skip
-@pytest.mark.parametrize("dtype", [DType.FP32, DType.BF16, DType.INT8])
+@pytest.mark.parametrize("dtype", [DType.FP32, DType.BF16, DType.INT8, DType.INT4])
 def test_run_lays_blocks_out_in_tiles_on_their_way_to_dram(dtype: DType, device: str, pinned: bool) -> None:
-    rows = DType.BF16 if dtype is DType.INT8 else dtype
+    rows = DType.BF16 if dtype.has_scales else dtype
     spec = KVSpec(num_layers=3, num_kv_heads=2, head_dim=40, dtype=rows, block_size=32)
     gpu = RowKVPool(spec, Tier.GPU, 4, device=torch.device(device), pinned=False)
     tiles = replace(spec, dtype=dtype, order=KVOrder.TILES)
@@ -77,10 +77,13 @@ def test_run_lays_blocks_out_in_tiles_on_their_way_to_dram(dtype: DType, device:
     )
     assert outcome.finished == (MoveId(1), MoveId(2))
     for source_id, target_id in ((3, 0), (0, 4)):
-        for got, part in zip(dram.read_block(target_id), (gpu.k, gpu.v), strict=True):
-            wanted = dram.round(part[:, :, source_id].cpu().float()).to(got.dtype)
-            # Torch on CUDA divides by a number by multiplying: a tie may be rounded to the other side, a scale away.
-            atol = 0.05 if dtype is DType.INT8 and device == "cuda" and not pinned else 0.0
+        for name, got, part in zip(KVPart, dram.read_block(target_id), (gpu.k, gpu.v), strict=True):
+            wanted = dram.round(name, part[:, :, source_id].cpu().float()).to(got.dtype)
+            # Torch on CUDA divides by a number by multiplying: a tie may be rounded to the other side, a scale away;
+            # in int4 that may be a step of a group, up to 17 of them.
+            atol = (
+                (0.05 if dtype is DType.INT8 else 0.9) if dtype.has_scales and device == "cuda" and not pinned else 0.0
+            )
             torch.testing.assert_close(got, wanted, rtol=0.0, atol=atol)
     for part, old in zip(dram.tensors, before, strict=True):
         assert torch.equal(part[:, :, 1:4], old[:, :, 1:4])

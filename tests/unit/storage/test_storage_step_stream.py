@@ -125,9 +125,9 @@ def test_a_copy_that_cannot_be_launched_fails_the_step_and_the_next_is_right(
     pool = make_pool("cpu")
     stream = StepStream(pool, MOST, torch.device("cpu"), HostWords())
     runs = [BlockRun(first=1, place=0, num=5)]
-    layer, num_calls = pool.layer, 0
+    layer, num_calls = pool.layer_tensors, 0
 
-    def fail(layer_idx: int) -> tuple[Tensor, Tensor]:
+    def fail(layer_idx: int) -> tuple[Tensor, ...]:
         nonlocal num_calls
         num_calls += 1
         if layer_idx == 2:
@@ -135,7 +135,7 @@ def test_a_copy_that_cannot_be_launched_fails_the_step_and_the_next_is_right(
         return layer(layer_idx)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "layer", fail)
+        patch.setattr(pool, "layer_tensors", fail)
         stream.start(runs)
         with pytest.raises(LaneError, match="could not bring keys from DRAM: injected"):
             run_step(stream)
@@ -151,15 +151,15 @@ def test_copies_that_are_not_launched_in_time_end_the_step_and_the_next_is_right
     pool = make_pool("cpu")
     stream = StepStream(pool, MOST, torch.device("cpu"), HostWords())
     runs = [BlockRun(first=1, place=0, num=5)]
-    layer, may_go_on = pool.layer, threading.Event()
+    layer, may_go_on = pool.layer_tensors, threading.Event()
 
-    def hang(layer_idx: int) -> tuple[Tensor, Tensor]:
+    def hang(layer_idx: int) -> tuple[Tensor, ...]:
         if layer_idx == 1:
             may_go_on.wait(30)
         return layer(layer_idx)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "layer", hang)
+        patch.setattr(pool, "layer_tensors", hang)
         patch.setattr(step_stream, "WAIT_LIMIT_S", 0.2)
         stream.start(runs)
         with pytest.raises(LaneError, match="launched no copies"):
@@ -186,6 +186,44 @@ def test_a_step_that_breaks_off_before_it_is_launched_holds_up_no_copies_and_the
     stream.start(runs)
     stream.release()
     stream.start(runs)
+    check(pool, runs, run_step(stream))
+
+
+def test_copies_that_wait_for_a_step_are_launched_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool("cpu")
+    stream = StepStream(pool, MOST, torch.device("cpu"), HostWords())
+    runs, launched, asked = [BlockRun(first=1, place=0, num=5)], threading.Event(), []
+    layer, is_there = pool.layer_tensors, threading.Event()
+
+    def note(layer_idx: int) -> tuple[Tensor, ...]:
+        asked.append(layer_idx)
+        if layer_idx == STEP_BUFFERS - 1:
+            is_there.set()
+        return layer(layer_idx)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "layer_tensors", note)
+        patch.setattr(step_stream, "LONG_LAUNCH_S", 30.0)
+        stream.start(runs, launched)
+        assert is_there.wait(30), "the first copies wait for nothing"
+        for layer_idx in range(STEP_BUFFERS):
+            stream.wait(layer_idx)
+            stream.free(layer_idx)
+        assert asked == list(range(STEP_BUFFERS))
+        launched.set()
+        for layer_idx in range(STEP_BUFFERS, NUM_LAYERS):
+            stream.wait(layer_idx)
+            stream.free(layer_idx)
+        stream.finish()
+    assert asked == list(range(NUM_LAYERS))
+
+
+def test_a_launch_that_waits_for_copies_gets_them_in_time() -> None:
+    """Neither went on: a step of a thousand launches was taken only when its first layers were through."""
+    pool = make_pool("cpu")
+    stream = StepStream(pool, MOST, torch.device("cpu"), HostWords())
+    runs = [BlockRun(first=1, place=0, num=5)]
+    stream.start(runs, threading.Event())
     check(pool, runs, run_step(stream))
 
 

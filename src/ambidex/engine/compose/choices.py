@@ -214,7 +214,7 @@ def make_choices(
     free = _free_memory(device, cxl)
     can_step_stream = (
         form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
-        and config.stream_percent != 0
+        and _may_stream(config, kv, is_bounded=bounded.is_native)
         and why_no_stream(spec, kv.specs) is None
     )
     stream = None
@@ -285,6 +285,13 @@ def make_choices(
         memory=plan(cxl),
         plan=plan,
     )
+
+
+def _may_stream(config: EngineConfig, kv: KVFormat, *, is_bounded: bool) -> bool:
+    """Whether decode steps may have buffers for streamed keys; integers travel only if that is asked for."""
+    if kv.specs[Tier.DRAM].dtype.has_scales:
+        return bool(config.stream_percent) and not is_bounded
+    return config.stream_percent != 0
 
 
 def _choose_weights(

@@ -88,6 +88,9 @@ def choose_stream(config: EngineConfig, choices: Choices, pools: Mapping[Tier, K
         ConfigError: a share is asked for that cannot be had.
     """
     reason = find_no_stream(choices, pools)
+    dtypes = choices.kv.specs[Tier.DRAM].dtypes
+    if reason is None and config.stream_percent is None and dtypes.k.has_scales:
+        reason = f"the CPU reads {dtypes} where it lies; `stream_percent` asks for the link beside it"
     if reason is None and config.stream_percent != 0 and (choices.stream is None or not choices.stream.step_blocks):
         reason = "the part of the GPU's budget that is for streamed keys holds no block of a layer"
     dram = pools[Tier.DRAM]
@@ -118,8 +121,12 @@ def find_no_stream(choices: Choices, pools: Mapping[Tier, KVPool]) -> str | None
         return "there is no GPU that could read DRAM over a link"
     if choices.decode_form is not DecodeForm.CAPTURED:
         return f"decode steps are not captured: {choices.decode_form_why}"
-    if choose("attend_tiles", choices.device.type).name != "triton":
-        return choose("attend_tiles", choices.device.type).reason
+    dtypes = choices.kv.specs[Tier.DRAM].dtypes
+    if choices.bounded.is_native and dtypes.k.has_scales:
+        return f"the accelerator has no bounded scan of keys in {dtypes}"
+    for op in ("unpack_blocks", "attend_paged") if dtypes.k.has_scales else ("attend_tiles",):
+        if choose(op, choices.device.type).name != "triton":
+            return choose(op, choices.device.type).reason
     if not isinstance(dram, TiledKVPool) or not dram.num_blocks:
         return "no K and V lie in DRAM in tile order"
     if not dram.is_pinned:

@@ -279,11 +279,11 @@ def with_policy(
     settings = choices.policy.settings
     if settings.is_exact or choices.bounded.is_native:
         return exact
-    formats = {pool.spec.dtype for pool in exact.pools.values() if pool.num_blocks}
+    formats = {pool.spec.dtypes for pool in exact.pools.values() if pool.num_blocks}
     if settings.name is PolicyName.BOUNDED and len(formats) > 1:
         raise ConfigError(
             f"`policy` bounded needs K and V in one number format, the tiers keep them in "
-            f"{' and '.join(sorted(formats))}: leave out `kv_dtype`"
+            f"{' and '.join(sorted(map(str, formats)))}: leave out `kv_dtype`"
         )
     policy = make_policy(settings, choices.spec)
     look_ahead = LookAhead(model, choices.spec.num_layers) if Need.LOOK_AHEAD in policy.needs else None

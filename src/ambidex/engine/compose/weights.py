@@ -109,7 +109,7 @@ def load_model(
         )
     matrices = divided.matrices if divided is not None else {}
     if config.load_format is LoadFormat.DUMMY:
-        make_dummy_weights(model, seed=config.seed, device=device, dtype=dtype, divided=matrices)
+        make_dummy_weights(model, choices.spec, seed=config.seed, device=device, dtype=dtype, divided=matrices)
         if shape_dummy is not None:
             shape_dummy(model)
     else:

@@ -25,8 +25,9 @@ NUMBER_NAMES: Final[Mapping[torch.dtype, str]] = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.int8: "int8",
+    torch.uint8: "int4",
 }
-"""Dtypes of a tiled pool; int8 goes with scales."""
+"""Dtypes of a tiled pool; int8 and int4, bytes of two numbers, go with scales."""
 
 
 def isa() -> str:
@@ -230,9 +231,10 @@ class AttentionPool:
 
         Args:
             q: [T, Hq, D] fp32, bf16 or fp16 in CPU memory, contiguous; T is the batch's. bf16 dot products round fp32.
-            k_pool, v_pool: tiled, of one dtype out of `NUMBER_NAMES`.
+            k_pool, v_pool: tiled, of one dtype out of `NUMBER_NAMES`, or of one of int8 and int4 each.
             scale: factor of q·k, positive.
-            k_scales, v_scales: [Hkv, N, P] fp32, with int8 pools only: row = scale · integers.
+            k_scales, v_scales: with integers only: row = scale · integers, [Hkv, N, P] fp32 of int8, [Hkv, N, W, P] of
+                int4 (`kernels/reference/int4.py`).
             slopes: [Hq] fp32 (ALiBi, arXiv:2108.12409): a score is less by slope · (position of q − position of k); the
                 batch has positions then.
             isa: one of `available_isas()`, for tests; None for the fastest.
@@ -251,6 +253,7 @@ class AttentionPool:
                 array_of(k_pool),
                 array_of(v_pool),
                 number_of(k_pool),
+                number_of(v_pool),
                 None if k_scales is None else array_of(k_scales),
                 None if v_scales is None else array_of(v_scales),
                 batch.native,
@@ -268,7 +271,8 @@ class AttentionPool:
         """Write K or V of new tokens into one layer of a tiled pool, in place.
 
         Args:
-            pool: tiled; slots: [T] int64, block_id · P + offset, no two alike; rows: [T, Hkv, D] in the pool's dtype.
+            pool: tiled; slots: [T] int64, block_id · P + offset, no two alike.
+            rows: [T, Hkv, D] in the pool's dtype; of int4 packed rows [T, Hkv, R].
         Raises:
             ShapeError: tensors do not fit each other.
         Cost: about a cache miss a K number pair; whole blocks are cheaper by `pack_blocks`.
@@ -290,7 +294,7 @@ class AttentionPool:
         Args:
             pool: tiled; slots: [T] int64, block_id · P + offset, no two alike; a negative one: stored nowhere.
             rows: [T, Hkv, D] fp32.
-            scales: [Hkv, N, P] fp32, with int8 pools only: the scale of each row is written there.
+            scales: of the layer, with integers only: those of each row are written there.
         Raises:
             ShapeError: tensors do not fit each other.
         Cost: in the calling thread: for the rows of a decode step.
@@ -312,7 +316,7 @@ class AttentionPool:
         """Fill whole blocks of one layer of a tiled pool.
 
         Args:
-            pool: tiled; block_ids: [n] int64; rows: [Hkv, n · P, D] in the pool's dtype.
+            pool: tiled; block_ids: [n] int64; rows: [Hkv, n · P, D] in the pool's dtype, of int4 packed ones.
         Raises:
             ShapeError: tensors do not fit each other.
         """
@@ -331,7 +335,7 @@ class AttentionPool:
         """Rows first_key … first_key + num_keys − 1 of blocks of one layer, side by side.
 
         Args:
-            pool: tiled; block_ids: [n] int64.
+            pool: tiled; block_ids: [n] int64; head_dim: numbers of a row, of int4 bytes of a packed one.
         Returns:
             [Hkv, num_keys, head_dim] in the pool's dtype.
         Raises:
@@ -401,6 +405,7 @@ class AttentionScript:
                 array_of(k_pool),
                 array_of(v_pool),
                 number_of(k_pool),
+                number_of(v_pool),
                 None if k_scales is None else array_of(k_scales),
                 None if v_scales is None else array_of(v_scales),
                 scale,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ambidex.kernels.reference import kv_tiles
+from ambidex.kernels.reference import int4, kv_tiles
 from ambidex.kernels.reference.quantize import quantize_rows
 
 
@@ -16,11 +16,11 @@ def unpack_blocks(
     k: Tensor, v: Tensor, k_out: Tensor, v_out: Tensor, *, k_scales: Tensor | None, v_scales: Tensor | None
 ) -> None:
     """See `kernels.tiles.unpack_blocks`."""
-    for out, rows, scales in (
-        (k_out, kv_tiles.unpack_k(k, k_out.shape[2]), k_scales),
-        (v_out, kv_tiles.unpack_v(v, v_out.shape[2]), v_scales),
+    for out, blocks, scales in (
+        (k_out, kv_tiles.unpack_k(k, k.shape[3]), k_scales),
+        (v_out, kv_tiles.unpack_v(v, v.shape[3]), v_scales),
     ):
-        out.copy_((rows if scales is None else rows * scales[..., None]).flatten(1, 2))
+        out.copy_(kv_tiles.visible_rows(blocks, scales, slice(None), slice(None), out.shape[2]))
 
 
 def pack_blocks(
@@ -40,7 +40,10 @@ def pack_blocks(
             (v, v_pool, v_scales, kv_tiles.pack_v, kv_tiles.unpack_v),
         ):
             numbers = rows[:, :, row + first : row + end]  # [L, Hkv, tokens, D]
-            if scales is not None:
+            if scales is not None and pool.dtype == torch.uint8:
+                numbers, words = int4.pack_rows(numbers)
+                scales[:, :, block, :, first:end] = words.transpose(2, 3).to(scales.device)
+            elif scales is not None:
                 numbers, row_scales = quantize_rows(numbers)
                 scales[:, :, block, first:end] = row_scales.to(scales.device)
             whole = unpack(pool[:, :, block], pool.shape[4])  # [L, Hkv, P, R]

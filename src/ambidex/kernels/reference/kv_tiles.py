@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ambidex.kernels.reference import int4
 from ambidex.kernels.reference.attention import attend
 
 
@@ -103,22 +104,32 @@ def attend_blocks(
     v_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.cpu.native.AttentionPool.attend_blocks`; block ids by request. Accumulates in the dtype of q."""
+    head_dim = q.shape[2]
     out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=q.dtype)
     for r, ids in enumerate(block_ids):
         rows, keys = slice(row_offsets[r], row_offsets[r + 1]), slice(first_key[r], first_key[r] + num_keys[r])
-        k = _rows(unpack_k(k_pool[:, list(ids)], q.shape[2]), k_scales, ids, keys)
-        v = _rows(unpack_v(v_pool[:, list(ids)], q.shape[2]), v_scales, ids, keys)
+        k = visible_rows(unpack_k(k_pool[:, list(ids)], k_pool.shape[3]), k_scales, ids, keys, head_dim)
+        v = visible_rows(unpack_v(v_pool[:, list(ids)], v_pool.shape[3]), v_scales, ids, keys, head_dim)
         if num_keys[r]:
             out[rows], lse[rows] = attend(q[rows], k, v, scale=scale)
     return out, lse
 
 
-def _rows(blocks: Tensor, scales: Tensor | None, ids: Sequence[int], keys: slice) -> Tensor:
-    """Visible rows [Hkv, S, D] of unpacked blocks [Hkv, n, P, D], times their scales."""
+def visible_rows(
+    blocks: Tensor, scales: Tensor | None, ids: Sequence[int] | slice, keys: slice, head_dim: int
+) -> Tensor:
+    """Visible rows [Hkv, S, D] of unpacked blocks [Hkv, n, P, R], times the scales of blocks `ids`."""
     rows = blocks.flatten(1, 2)[:, keys]
-    return rows if scales is None else rows * scales[:, list(ids)].flatten(1, 2)[:, keys, None]
+    if scales is None:
+        return rows[..., :head_dim]
+    of_blocks = scales[:, ids if isinstance(ids, slice) else list(ids)]
+    if rows.dtype == torch.uint8:
+        return int4.unpack_rows(rows, of_blocks.transpose(2, 3).flatten(1, 2)[:, keys], head_dim)
+    return rows[..., :head_dim] * of_blocks.flatten(1, 2)[:, keys, None]
 
 
 def _pad(rows: Tensor) -> Tensor:
+    if rows.dtype == torch.uint8:  # packed, padding included (int4.py)
+        return rows
     dim = rows.shape[-1]
     return torch.nn.functional.pad(rows, (0, padded_dim(dim) - dim))

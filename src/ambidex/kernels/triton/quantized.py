@@ -45,7 +45,7 @@ _ITEMS: Final = 128
 """Rows of blocks that a program widens: those of 8 records, 4096 numbers."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "blocks_per_split"])  # each piece of a matrix has its own
 def _multiply_kernel(
     x_ptr, words_ptr, scales_ptr, y_ptr, num_tokens, num_rows, num_blocks, blocks_per_split, x_stride, y_stride,
     RECORD: tl.constexpr, HEAD: tl.constexpr, OFFSET: tl.constexpr, LINES: tl.constexpr, PER_WORD: tl.constexpr,
@@ -93,7 +93,7 @@ def _multiply_kernel(
     tl.store(out, acc.to(y_ptr.dtype.element_ty), mask=is_token[:, None] & (rows < num_rows)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _sum_kernel(part_ptr, y_ptr, num_numbers, num_splits, BLOCK: tl.constexpr):
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_number = places < num_numbers
@@ -103,7 +103,7 @@ def _sum_kernel(part_ptr, y_ptr, num_numbers, num_splits, BLOCK: tl.constexpr):
     tl.store(y_ptr + places, total.to(y_ptr.dtype.element_ty), mask=is_number)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_items", "num_blocks"])
 def _widen_kernel(
     words_ptr, scales_ptr, out_ptr, num_items, num_blocks,
     RECORD: tl.constexpr, HEAD: tl.constexpr, OFFSET: tl.constexpr, LINES: tl.constexpr, PER_WORD: tl.constexpr,
