@@ -218,7 +218,7 @@ class EarlyDecode:
             watch: is told what each row attended in a layer that looks ahead.
         Returns:
             [B, Hq, D] in the dtype of q.
-        Cost: some 25 launches a layer and request; the host waits for the CPU's scores, once a layer.
+        Cost: some 11 launches a layer and request; the host waits for the CPU's scores, once a layer.
         """
         q, make_k = self._near.add(layer_idx, q, k, v, angles)
         self._ask_ahead(layer_idx, angles)
