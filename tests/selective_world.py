@@ -102,6 +102,7 @@ class SelectiveWorld:
                 TieredAttention(tiny.spec, self.pools),
                 look_ahead,
                 RowStore(tiny.spec, self.pools, max_rows=MAX_ROWS),
+                ThreadPool(1),
                 num_near=settings.near_tokens,
                 max_requests=max_requests,
                 is_timed=Need.TIMES in policy.needs,

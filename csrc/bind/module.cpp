@@ -19,6 +19,7 @@
 #include "bind/program.h"
 #include "bind/quant.h"
 #include "bind/rows.h"
+#include "bind/score_rows.h"
 #include "bind/threads.h"
 #include "core/check.h"
 #include "core/program.h"
@@ -108,4 +109,5 @@ NB_MODULE(_native, m) {
   ambidex::bind_program(m);
   ambidex::bind_quant(m);
   ambidex::bind_rows(m);
+  ambidex::bind_score_rows(m);
 }

@@ -275,6 +275,48 @@ class PickedPool:
         isa: str | None = None,
     ) -> None: ...
 
+class ScorePool:
+    """Scores of keys in rows, and the queries as they are laid out: see `ambidex.kernels.cpu.score_rows`.
+
+    Raises:
+        TypeError: an array is not contiguous, read-only where written, or has another number of axes.
+        ValueError: sizes or numbers do not fit each other.
+    """
+
+    def __init__(self, threads: ThreadPool) -> None: ...
+    def score_rows(
+        self,
+        q: npt.NDArray[np.generic],
+        q_number: str,
+        keys: Sequence[npt.NDArray[np.generic]],
+        num_keys: Sequence[int],
+        number: str,
+        scale: float,
+        scores: npt.NDArray[np.generic],
+        scores_number: str,
+        *,
+        isa: str | None = None,
+    ) -> None: ...
+
+class ScoreThread:
+    """A thread that has a `ScorePool` score: see `ambidex.kernels.cpu.score_rows`. Ends with its last question's answer
+    when it is dropped."""
+
+    def __init__(self, pool: ScorePool, limit_s: float, spin_s: float) -> None: ...
+    def ask(
+        self,
+        q: npt.NDArray[np.generic],
+        q_number: str,
+        keys: Sequence[npt.NDArray[np.generic]],
+        num_keys: Sequence[int],
+        number: str,
+        scale: float,
+        scores: npt.NDArray[np.generic],
+        scores_number: str,
+        word: npt.NDArray[np.int32] | None,
+    ) -> int: ...
+    def wait(self, number: int) -> tuple[bool, float, float]: ...
+
 class AttentionPool:
     """Attention over tiled pools and its scratch memory: see `ambidex.kernels.cpu.native.AttentionPool`.
 

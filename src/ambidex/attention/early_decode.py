@@ -9,29 +9,27 @@ itself, with a mask over all keys. Here there is no mask, and the host waits for
 that do not look ahead attend all keys exactly, each tier by its lane.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from ambidex.attention.context_rows import ContextRows
 from ambidex.attention.early_scores import EarlyScores
+from ambidex.attention.near_rows import Angles, NearRows
 from ambidex.attention.row_store import RowStore, take_rows
 from ambidex.attention.select.policy import DecodeRow, FarSelector, Selector
 from ambidex.attention.tiered import TieredAttention
+from ambidex.attention.transfer_clock import TransferClock
 from ambidex.core.ids import KVPart, Lane, RequestId, Tier
-from ambidex.core.kv_spec import num_near_rows
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.selection import StageTimes
 from ambidex.core.step import ScheduledRequest
 from ambidex.kernels import api
+from ambidex.kernels.cpu.native import ThreadPool
 from ambidex.storage.host_rows import HostRows
-
-Angles = tuple[Tensor, Tensor]
 
 
 class LookAhead(Protocol):
@@ -61,21 +59,10 @@ class EarlyWork(Protocol):
     def context(self) -> ContextRows: ...
 
 
-@dataclass(slots=True)
-class _Near:
-    """The newest rows of a request on the accelerator: k, v [L, Hkv, n, D], of positions `base` …"""
-
-    k: Tensor
-    v: Tensor
-    base: int
-    next_position: int
-
-
 @dataclass(frozen=True, slots=True)
 class FarAnswer:
     """What a query attended: `places` [Hkv, M] and `probs` [Hkv, G, M], far ones first."""
 
-    out: Tensor
     places: Tensor
     probs: Tensor
 
@@ -88,6 +75,7 @@ class EarlyDecode:
         exact: attends all keys, for layers that do not look ahead; nobody else's.
         look_ahead: makes the early queries.
         row_store: keeps rows in host memory.
+        threads: who scores on the CPU.
         num_near: newest keys before a query's own that are near.
         max_requests: whose near rows are on the accelerator, at most.
         is_timed: stages are timed.
@@ -99,6 +87,7 @@ class EarlyDecode:
         exact: TieredAttention,
         look_ahead: LookAhead,
         row_store: RowStore,
+        threads: ThreadPool,
         *,
         num_near: int,
         max_requests: int,
@@ -108,10 +97,14 @@ class EarlyDecode:
         self._spec = spec
         self._exact = exact
         self._look_ahead = look_ahead
-        self._num_near = num_near
-        self._max_requests = max_requests
         self._pool = pool
         self._device = pool.device
+        self._num_layers = spec.num_layers
+        self._row_bytes = spec.head_dim * pool.k.itemsize
+        self._nothing = (
+            torch.empty(spec.num_kv_heads, 0, dtype=torch.int64, device=pool.device),
+            torch.empty(spec.num_kv_heads, spec.group_size, 0, device=pool.device),
+        )
         self._scale = spec.head_dim**-0.5
         self._shape = (spec.num_kv_heads, spec.group_size, spec.head_dim)
         self._store = row_store
@@ -119,14 +112,15 @@ class EarlyDecode:
             self._shape,
             dtype=pool.k.dtype,
             device=pool.device,
+            threads=threads,
             max_keys=row_store.max_rows,
             memory=row_store.home.memory,
         )
-        self._near: dict[RequestId, _Near] = {}
-        self._clock = _TransferClock(pool.device, is_on=is_timed)
+        self._near = NearRows(pool, num_near=num_near, max_requests=max_requests)
+        self._clock = TransferClock(pool.device, is_on=is_timed)
         self._works: Sequence[EarlyWork] = ()
         self._rows: list[HostRows] = []
-        self._new: list[tuple[Tensor, Tensor]] = []
+        self._is_far: dict[type[Selector], bool] = {}
         self._early: dict[int, Tensor] = {}
         self.num_bytes = 0
         """Bytes of a policy's own copies that were read since `begin`."""
@@ -138,7 +132,7 @@ class EarlyDecode:
     @property
     def num_near_requests(self) -> int:
         """Requests whose near rows are on the accelerator now."""
-        return len(self._near)
+        return self._near.num_requests
 
     @property
     def row_store(self) -> RowStore:
@@ -164,7 +158,7 @@ class EarlyDecode:
         """
         self._scores.begin()
         self._clock.begin()
-        self._works, self._new, self._early = (), [], {}
+        self._works, self._early = (), {}
         self.num_bytes = self.num_attended = self.num_visible = 0
         self.num_rows = [0, 0]
         if not works or any(work.num_prompt_rows or work.num_rows != 1 for work in works):
@@ -178,9 +172,7 @@ class EarlyDecode:
                 return False
             rows.append(found)
         self._works, self._rows = works, rows
-        self._make_room_near(works)
-        for work, found in zip(works, rows, strict=True):
-            self._follow_near(work, found)
+        self._near.begin(requests, rows)
         self._exact.begin(requests)
         return True
 
@@ -191,7 +183,7 @@ class EarlyDecode:
     def forget(self, request_id: RequestId) -> None:
         """Drop what is kept of a request that ended."""
         self._store.forget(request_id)
-        self._near.pop(request_id, None)
+        self._near.forget(request_id)
 
     def close(self) -> None:
         """End the thread that scores; no step may follow."""
@@ -226,35 +218,34 @@ class EarlyDecode:
             watch: is told what each row attended in a layer that looks ahead.
         Returns:
             [B, Hq, D] in the dtype of q.
-        Cost: some 25 launches a layer and request; the host waits for the CPU's scores, once a layer.
+        Cost: some 11 launches a layer and request; the host waits for the CPU's scores, once a layer.
         """
-        if angles is not None:
-            q, k = api.rotate(q, *angles), api.rotate(k, *angles)
+        q, make_k = self._near.add(layer_idx, q, k, v, angles)
         self._ask_ahead(layer_idx, angles)
-        new_k, new_v = self._pool.round(KVPart.K, k), self._pool.round(KVPart.V, v)
-        self._new.append((new_k, new_v))
-        for row, work in enumerate(self._works):
-            near = self._near[work.request_id]
-            place = work.start - near.base
-            near.k[layer_idx, :, place] = new_k[row]
-            near.v[layer_idx, :, place] = new_v[row]
-        if isinstance(self._works[0].selectors[layer_idx], FarSelector):
-            store(layer_idx, k, v)
-            out = self._attend_selected(layer_idx, q, new_k, new_v, watch)
+        if self._find_far(layer_idx):
+            if not self._near.is_stored_late:
+                store(layer_idx, make_k(), v)
+            out = self._attend_selected(layer_idx, q, watch)
         else:
-            out = self._exact.attend(layer_idx, q, k, v)
+            out = self._exact.attend(layer_idx, q, make_k(), v)
             self._count(sum(work.start + 1 for work in self._works), sum(work.start + 1 for work in self._works))
-        if layer_idx == self._spec.num_layers - 1:
-            self._keep_new()
+        if layer_idx == self._num_layers - 1:
+            self._near.keep_new(self._rows)
         return out
+
+    def _find_far(self, layer_idx: int) -> list[FarSelector]:
+        """The selectors of a layer that looks ahead, one for each request; none of one that does not."""
+        selectors = [work.selectors[layer_idx] for work in self._works]
+        kind = type(selectors[0])
+        is_far = self._is_far.get(kind)
+        if is_far is None:  # a protocol is looked up member by member, which takes longer than many a launch
+            is_far = self._is_far[kind] = isinstance(selectors[0], FarSelector)
+        return cast("list[FarSelector]", selectors) if is_far else []
 
     def _ask_ahead(self, layer_idx: int, angles: Angles | None) -> None:
         """Make the queries of the next layer, and have the CPU score its far keys with them."""
         following = layer_idx + 1
-        if following == self._spec.num_layers:
-            return
-        selectors = [work.selectors[following] for work in self._works]
-        far = [selector for selector in selectors if isinstance(selector, FarSelector)]
+        far = self._find_far(following) if following < self._num_layers else []
         if not far:
             return
         early = self._look_ahead.ahead(layer_idx)
@@ -262,90 +253,87 @@ class EarlyDecode:
         self._early[following] = early if angles is None else api.rotate(early, *angles)
         if not far[0].scores_all:
             return
-        keys = [
-            rows.k[following, :, : selector.num_far(work.start + 1)]
-            for rows, selector, work in zip(self._rows, far, self._works, strict=True)
-        ]
-        num_bytes = sum(part.numel() * part.itemsize for part in keys)
-        reading = self._rows[0].home.reading(KVPart.K, following, num_bytes)
-        self._scores.ask(following, self._early[following], keys, self._scale, reading)
+        num_far = [selector.num_far(work.start + 1) for selector, work in zip(far, self._works, strict=True)]
+        num_bytes = sum(num_far) * self._row_bytes * self._shape[0]
+        self._scores.ask(
+            following,
+            self._early[following],
+            [rows.keys[following] for rows in self._rows],
+            num_far,
+            self._scale,
+            self._store.home.pace(KVPart.K, following, num_bytes),
+        )
 
     def _attend_selected(
-        self,
-        layer_idx: int,
-        q: Tensor,
-        new_k: Tensor,
-        new_v: Tensor,
-        watch: Callable[[int, int, FarAnswer], None] | None,
+        self, layer_idx: int, q: Tensor, watch: Callable[[int, int, FarAnswer], None] | None
     ) -> Tensor:
         """[B, Hq, D] of a layer that looks ahead."""
-        stale = self._early.pop(layer_idx)
+        stale, far = self._early.pop(layer_idx), self._find_far(layer_idx)
         found: list[Tensor] | None = None
         outs = []
-        for row, work in enumerate(self._works):
-            selector = work.selectors[layer_idx]
-            assert isinstance(selector, FarSelector), "all requests have one policy"
+        for row, selector in enumerate(far):
             if selector.keeps_rows:
-                selector.add_rows(new_k[row][:, None].float(), new_v[row][:, None].float())
+                start = self._works[row].start
+                new_k, new_v = self._near.rows(layer_idx, row, start, start + 1)
+                selector.add_rows(new_k.float(), new_v.float())
             scores = None
             if selector.scores_all:
                 found = found or self._scores.wait(layer_idx)
                 with self._clock.measure():
                     scores = self._scores.bring(found[row])
-            answer = self._answer(layer_idx, row, q[row].float(), stale[row].float(), selector, scores)
-            outs.append(answer.out)
-            if watch is not None:
-                watch(layer_idx, row, answer)
-        return torch.stack(outs).to(q.dtype)
+            outs.append(self._answer(layer_idx, row, q[row], stale[row], selector, scores, watch))
+        out = outs[0][None] if len(outs) == 1 else torch.stack(outs)
+        return out.to(q.dtype)
 
     def _answer(
-        self, layer_idx: int, row: int, q: Tensor, stale_q: Tensor, selector: FarSelector, scores: Tensor | None
-    ) -> FarAnswer:
+        self,
+        layer_idx: int,
+        row: int,
+        q: Tensor,
+        stale_q: Tensor,
+        selector: FarSelector,
+        scores: Tensor | None,
+        watch: Callable[[int, int, FarAnswer], None] | None,
+    ) -> Tensor:
         """Attend one query [Hq, D]."""
-        work, rows = self._works[row], self._rows[row]
-        near = self._near[work.request_id]
-        num_keys = work.start + 1
+        rows, num_keys = self._rows[row], self._works[row].start + 1
         num_far = selector.num_far(num_keys)
-        places, given = self._choose(layer_idx, row, q, stale_q, selector, scores)
-        with self._clock.measure(), rows.home.copying(KVPart.V, layer_idx, _bytes_of(places, rows)):
-            values = take_rows(rows.v_there[layer_idx], places, rows.base)  # [Hkv, K, D]
-        seen = slice(num_far - near.base, num_keys - near.base)
-        near_k, near_v = near.k[layer_idx, :, seen], near.v[layer_idx, :, seen]  # [Hkv, n, D]
-        true = q.view(self._shape) @ near_k.float().transpose(1, 2) * self._scale
-        probs = torch.cat((given, true), dim=2).softmax(2)  # [Hkv, G, K + n]
-        out = probs @ torch.cat((values, near_v), dim=1).float()
-        num_heads, num_selected = places.shape
-        num_near = num_keys - num_far
-        self.num_rows[0] += 2 * num_heads * num_near
-        self.num_rows[1] += num_heads * (num_selected + (num_far if selector.scores_all else 0))
-        self._count(num_keys, num_selected + num_near)
-        return FarAnswer(out=out.flatten(0, 1), places=places, probs=probs)
-
-    def _choose(
-        self, layer_idx: int, row: int, q: Tensor, stale_q: Tensor, selector: FarSelector, scores: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The far keys that a query attends, and their scores; see `FarSelector.choose_far`."""
-        num_heads, group_size, _ = self._shape
-        num_keys = self._works[row].start + 1
-        num_far = selector.num_far(num_keys)
+        near_k, near_v = self._near.rows(layer_idx, row, num_far, num_keys)  # [Hkv, n, D]
         if num_far == 0:
-            nothing = torch.empty(num_heads, group_size, 0, device=self._device)
-            return nothing[:, 0].long(), nothing
+            places, given = self._nothing
+        elif scores is not None:
+            places, given = selector.choose_scored(scores)
+        else:
+            places, given = selector.choose_far(self._query(layer_idx, row, q, stale_q), num_far)
+        num_selected = places.shape[1]
+        # Rows of V come over the link as they are added up.
+        with self._clock.measure(), self._store.home.copying(KVPart.V, layer_idx, places.numel() * self._row_bytes):
+            out = api.attend_chosen(q, near_k, near_v, places, given, rows.v_there[layer_idx], scale=self._scale)
+        if watch is not None:
+            probs = api.chosen_probs(q, near_k, given, scale=self._scale)
+            watch(layer_idx, row, FarAnswer(places=places, probs=probs))
+        num_heads, num_near = self._shape[0], num_keys - num_far
+        self.num_rows[0] += 2 * num_heads * num_near
+        self.num_rows[1] += num_heads * (num_selected + (num_far if scores is not None else 0))
+        self._count(num_keys, num_selected + num_near)
+        return out
+
+    def _query(self, layer_idx: int, row: int, q: Tensor, stale_q: Tensor) -> DecodeRow:
+        """What a selector is shown that chooses before anything is scored."""
         rows = self._rows[row]
         keys = rows.k_there[layer_idx]
-        query = DecodeRow(
-            q=q,
-            stale_q=stale_q,
-            num_keys=num_keys,
+        return DecodeRow(
+            q=q.float(),
+            stale_q=stale_q.float(),
+            num_keys=self._works[row].start + 1,
             scale=self._scale,
             read_keys=lambda num: keys[:, :num].float(),
             take_keys=lambda some: self._take_keys(layer_idx, rows, some),
             note_bytes=self._note_bytes,
         )
-        return selector.choose_far(query, num_far, scores)
 
     def _take_keys(self, layer_idx: int, rows: HostRows, places: Tensor) -> Tensor:
-        with self._clock.measure(), rows.home.copying(KVPart.K, layer_idx, _bytes_of(places, rows)):
+        with self._clock.measure(), rows.home.copying(KVPart.K, layer_idx, places.numel() * self._row_bytes):
             taken = take_rows(rows.k_there[layer_idx], places, rows.base)
         self.num_rows[1] += places.numel()
         return taken.float()
@@ -357,81 +345,6 @@ class EarlyDecode:
         self.num_visible += self._spec.num_q_heads * num_visible
         self.num_attended += self._spec.num_q_heads * num_attended
 
-    def _make_room_near(self, works: Sequence[EarlyWork]) -> None:
-        """Drop near rows of requests that are not in the step, if there were too many with its own."""
-        ids = [work.request_id for work in works]
-        if len(self._near.keys() | set(ids)) > self._max_requests:
-            self._near = {request_id: self._near[request_id] for request_id in ids if request_id in self._near}
-
-    def _follow_near(self, work: EarlyWork, rows: HostRows) -> None:
-        """See to it that the near rows before a request's new one are on the accelerator, with room for that one."""
-        near = self._near.get(work.request_id)
-        first = max(0, work.start - self._num_near)
-        if near is not None and near.next_position == work.start and work.start - near.base < near.k.shape[2]:
-            near.next_position += 1
-            return
-        del near
-        self._near.pop(work.request_id, None)  # given back before others are made
-        num_layers, num_heads, _, head_dim = rows.k.shape
-        shape = (num_layers, num_heads, num_near_rows(self._num_near), head_dim)
-        made = _Near(
-            k=torch.empty(shape, dtype=rows.k.dtype, device=self._device),
-            v=torch.empty(shape, dtype=rows.v.dtype, device=self._device),
-            base=first,
-            next_position=work.start + 1,
-        )
-        made.k[:, :, : work.start - first] = rows.k_there[:, :, first : work.start]
-        made.v[:, :, : work.start - first] = rows.v_there[:, :, first : work.start]
-        self._near[work.request_id] = made
-
-    def _keep_new(self) -> None:
-        """The step's rows are rows of host memory from now on."""
-        for row, rows in enumerate(self._rows):
-            rows.append(torch.stack([k[row] for k, _ in self._new]), torch.stack([v[row] for _, v in self._new]))
-
-
-def _bytes_of(places: Tensor, rows: HostRows) -> int:
-    """Of the rows at some places."""
-    return places.numel() * rows.k.shape[3] * rows.k.itemsize
-
 
 def _context_of(work: EarlyWork) -> Callable[[], ContextRows]:
     return lambda: work.context
-
-
-class _TransferClock:
-    """Seconds of copies over the link in a step; on CUDA by events, which are read when they are asked for."""
-
-    def __init__(self, device: torch.device, *, is_on: bool) -> None:
-        self._device = device
-        self._is_on = is_on
-        self.begin()
-
-    def begin(self) -> None:
-        """Start anew."""
-        self._host_s = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextmanager
-    def measure(self) -> Iterator[None]:
-        """Book what runs inside."""
-        if not self._is_on:
-            yield
-        elif self._device.type == "cuda":
-            stream = torch.cuda.current_stream(self._device)
-            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types here
-            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            start.record(stream)
-            yield
-            end.record(stream)
-            self._events.append((start, end))
-        else:
-            begin = time.perf_counter()
-            yield
-            self._host_s += time.perf_counter() - begin
-
-    def seconds(self) -> float:
-        """Of all; waits for the last of them."""
-        if self._events:
-            self._events[-1][1].synchronize()
-        return self._host_s + sum(float(start.elapsed_time(end)) for start, end in self._events) / 1e3

@@ -3,21 +3,46 @@
     accelerator   layer i: q̂ of layer i + 1 ──▶ pinned … attention and MLP of layer i …   layer i + 1: takes the scores
     CPU           waits for q̂ ─▶ q̂·k of all far keys ─▶ pinned scores ─────────────────▶
 
-One thread hands the products to torch's. Buffers are taken in turns of two, layer by layer: those of layer i are free
-again when q̂ of layer i + 2 is asked for, since what the accelerator reads of them was launched before.
+A native thread waits for q̂, and the engine's CPU threads score. Buffers are taken in turns of two, layer by layer:
+those of layer i are free again when q̂ of layer i + 2 is asked for, since what the accelerator reads of them was
+launched before.
 """
 
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ambidex.core.errors import InternalError
+from ambidex.core.errors import InternalError, LaneError
 from ambidex.core.kv_spec import SCORE_BUFFERS
+from ambidex.kernels.cpu.native import WORD_STRIDE, ThreadPool
+from ambidex.kernels.cpu.score_rows import KeyRows, ScorePool, ScoreThread
+from ambidex.kernels.cuda.pinned_view import view_on_gpu
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
+from ambidex.storage.slow_tier import wait_until
+from ambidex.storage.words import WAIT_LIMIT_S, StreamWords
+
+Pace = Callable[[float, float], float]
+"""When keys that were read from one time to another would have been read from the memory that is emulated."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What a layer's question is made of until the answer has been read."""
+
+    scores: Tensor
+    q: Tensor
+    q_there: Tensor
+    """The queries in host memory, and the same memory as the accelerator writes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    number: int
+    sizes: list[int]
+    pace: Pace | None
 
 
 class EarlyScores:
@@ -27,12 +52,13 @@ class EarlyScores:
         shape: Hkv, query heads of each, D.
         dtype: of the keys, in which scores leave the CPU, too.
         device: the accelerator.
+        threads: who scores.
         max_keys: of all rows of a step together.
         memory: who is asked to pin the buffers of scores.
 
     Attributes:
         pin_refusal: why they are not pinned, on a GPU; scores then come to it more slowly.
-        cpu_s: seconds of products since `begin`; `wait_s` those for which `wait` did.
+        cpu_s: seconds of scoring since `begin`; `wait_s` those for which `wait` did.
     """
 
     def __init__(
@@ -41,24 +67,28 @@ class EarlyScores:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        threads: ThreadPool,
         max_keys: int,
         memory: HostMemory = HOST_MEMORY,
     ) -> None:
+        self._num_heads = shape[0] * shape[1]
         self._shape = shape
-        self._dtype = dtype
         self._device = device
         self._is_cuda = device.type == "cuda"
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ambidex-early-scores")
-        self._pending: dict[int, Future[list[Tensor]]] = {}
-        self._queries: list[Tensor] = [torch.empty(0)] * SCORE_BUFFERS
-        self._scores = torch.empty(SCORE_BUFFERS, shape[0] * shape[1] * max_keys, dtype=dtype)
-        self.pin_refusal = memory.pin(self._scores, self) if self._is_cuda else None
+        self._thread: ScoreThread | None = ScoreThread(ScorePool(threads), limit_s=WAIT_LIMIT_S)
+        self._pending: dict[int, _Pending] = {}
+        scores = torch.empty(SCORE_BUFFERS, self._num_heads * max_keys, dtype=dtype)
+        self._turns = [_Turn(part, torch.empty(0), torch.empty(0)) for part in scores]
+        self._stream_words = StreamWords()
+        self._words = torch.zeros(SCORE_BUFFERS, WORD_STRIDE, dtype=torch.int32, pin_memory=self._is_cuda)
+        self._host_words = self._words.numpy()  # the same memory
+        self.pin_refusal = memory.pin(scores, self) if self._is_cuda else None
         self.cpu_s = self.wait_s = 0.0
 
     def begin(self) -> None:
         """Start anew with a step; what a broken one has left is waited for."""
         for pending in self._pending.values():
-            pending.exception()
+            self._open_thread().wait(pending.number)
         self._pending.clear()
         self.cpu_s = self.wait_s = 0.0
 
@@ -66,74 +96,78 @@ class EarlyScores:
         self,
         layer_idx: int,
         q: Tensor,
-        keys: Sequence[Tensor],
+        keys: Sequence[KeyRows],
+        num_keys: Sequence[int],
         scale: float,
-        reading: AbstractContextManager[None] | None = None,
+        pace: Pace | None = None,
     ) -> None:
         """Have a layer's scores computed.
 
         Args:
             q: [B, Hq, D] on the accelerator, rotated.
-            keys: of each row's far keys, [Hkv, n, D] in host memory; those that change must not be among them.
-            reading: within which they are read.
-        Cost: one copy and an event; waits for nothing.
+            keys: of each row in host memory; `num_keys`: how many of them are far. Those must not change.
+            pace: see `Pace`; None: nothing is emulated.
+        Cost: one launch and a word of the stream; waits for nothing.
         """
-        turn = layer_idx % SCORE_BUFFERS
-        if self._queries[turn].shape != q.shape:
-            self._queries[turn] = torch.empty(q.shape, dtype=self._dtype, pin_memory=self._is_cuda)
-        queries = self._queries[turn]
-        queries.copy_((q * scale).to(self._dtype), non_blocking=self._is_cuda)
-        arrived = torch.cuda.current_stream(self._device).record_event() if self._is_cuda else None
-        buffers = self._buffers(turn, keys)
-        self._pending[layer_idx] = self._thread.submit(
-            self._answer, queries, arrived, list(keys), buffers, reading or nullcontext()
+        place = layer_idx % SCORE_BUFFERS
+        turn = self._turns[place]
+        if turn.q.shape != q.shape or turn.q.dtype != q.dtype:
+            turn.q = torch.empty(q.shape, dtype=q.dtype, pin_memory=self._is_cuda)
+            turn.q_there = view_on_gpu(turn.q) if self._is_cuda else turn.q
+        sizes = [self._num_heads * num for num in num_keys]
+        if sum(sizes) > turn.scores.numel():
+            raise InternalError(f"a step has {sum(sizes)} early scores: there is room for {turn.scores.numel()}")
+        self._host_words[place, 0] = 0
+        if self._is_cuda:
+            torch.add(q, 0, out=turn.q_there)  # a kernel: a job for the copy engine takes longer
+            self._stream_words.write(self._words[place, :1])
+        else:
+            turn.q.copy_(q)
+        number = self._open_thread().ask(
+            turn.q, keys, num_keys, turn.scores, scale=scale, word=self._host_words[place] if self._is_cuda else None
         )
+        self._pending[layer_idx] = _Pending(number, sizes, pace)
 
     def wait(self, layer_idx: int) -> list[Tensor]:
         """Wait for the scores of a layer that was asked for: of each row [Hkv, G, n] in host memory, until two layers
-        later."""
+        later.
+
+        Raises:
+            LaneError: the accelerator did not send the queries in time.
+        """
         start = time.perf_counter()
-        found = self._pending.pop(layer_idx).result()
+        pending = self._pending.pop(layer_idx)
+        scored = self._open_thread().wait(pending.number)
+        if not scored.is_answered:
+            raise LaneError(
+                f"the accelerator sent no early queries of layer {layer_idx} to the CPU within {WAIT_LIMIT_S:.0f} s"
+            )
+        end_s = scored.end_s
+        if pending.pace is not None:
+            end_s = max(end_s, pending.pace(scored.begin_s, end_s))
+            wait_until(end_s)
+        self.cpu_s += end_s - scored.begin_s
+        scores = self._turns[layer_idx % SCORE_BUFFERS].scores
+        found, place = [], 0
+        for size in pending.sizes:
+            found.append(scores[place : place + size].view(self._shape[0], self._shape[1], size // self._num_heads))
+            place += size
         self.wait_s += time.perf_counter() - start
         return found
 
     def bring(self, scores: Tensor) -> Tensor:
-        """Launch: bring those of one row to the accelerator, fp32."""
-        return scores.to(self._device, non_blocking=self._is_cuda).float()
+        """Launch: bring those of one row to the accelerator, in the numbers in which they left the CPU."""
+        return scores.to(self._device, non_blocking=self._is_cuda)
 
     def set_num_threads(self, num_threads: int) -> None:
-        """How many threads torch computes with in the thread that answers: it has a number of its own."""
-        self._thread.submit(torch.set_num_threads, num_threads).result()
+        """Score with threads of its own from now on; no question is open."""
+        self._thread = ScoreThread(ScorePool(ThreadPool(num_threads)), limit_s=WAIT_LIMIT_S)
 
     def close(self) -> None:
         """End the thread, once what it was asked for has its answer; nothing can be asked for any more."""
-        self._thread.shutdown()
+        self._thread = None
 
-    def _buffers(self, turn: int, keys: Sequence[Tensor]) -> list[Tensor]:
-        """Where the scores of each row go, [Hkv, G, n]."""
-        num_heads, group_size, _ = self._shape
-        sizes = [num_heads * group_size * key.shape[1] for key in keys]
-        held = self._scores[turn]
-        if sum(sizes) > held.numel():
-            raise InternalError(f"a step has {sum(sizes)} early scores: there is room for {held.numel()}")
-        parts = torch.split(held[: sum(sizes)], sizes)
-        return [part.view(num_heads, group_size, key.shape[1]) for part, key in zip(parts, keys, strict=True)]
-
-    @torch.inference_mode()
-    def _answer(
-        self,
-        queries: Tensor,
-        arrived: torch.cuda.Event | None,
-        keys: Sequence[Tensor],
-        buffers: list[Tensor],
-        reading: AbstractContextManager[None],
-    ) -> list[Tensor]:
-        if arrived is not None:
-            arrived.synchronize()
-        start = time.perf_counter()
-        with reading:
-            for q, key, scores in zip(queries, keys, buffers, strict=True):
-                if key.shape[1]:
-                    torch.bmm(q.view(self._shape), key.transpose(1, 2), out=scores)
-        self.cpu_s += time.perf_counter() - start
-        return buffers
+    def _open_thread(self) -> ScoreThread:
+        if self._thread is None:
+            raise InternalError("early scores were asked for after the engine was closed")
+        return self._thread

@@ -16,7 +16,7 @@ from ambidex.core.errors import ShapeError
 from ambidex.kernels.cpu import memory, native
 from ambidex.kernels.cpu import rows as native_rows
 from ambidex.kernels.dispatch import choose
-from ambidex.kernels.reference import activation, kv_store, kv_tiles, paged, quantize, rope, scanned
+from ambidex.kernels.reference import activation, chosen, kv_store, kv_tiles, paged, quantize, rope, scanned
 from ambidex.kernels.reference import attention as reference_attention
 from ambidex.kernels.reference import merge as reference_merge
 from ambidex.kernels.reference import norm as reference_norm
@@ -235,6 +235,44 @@ def attend_scanned(
 
         return triton_scanned.attend_scanned(*arguments, scale=scale, max_mass=max_mass, max_keys=max_keys)
     return scanned.attend_scanned(*arguments, scale=scale, max_mass=max_mass)
+
+
+def attend_chosen(
+    q: Tensor, near_k: Tensor, near_v: Tensor, places: Tensor, given: Tensor, v: Tensor, *, scale: float
+) -> Tensor:
+    """Attend with one query over chosen keys of each KV head, whose scores are given, and over all near keys.
+
+    Args:
+        q: [Hq, D], in any floating format; query head h reads KV head h // (Hq / Hkv).
+        near_k, near_v: [Hkv, n, D], n ≥ 1; the rows of a head side by side, both with one stride.
+        places: [Hkv, M] int64: rows of v; M may be 0.
+        given: [Hkv, Hq / Hkv, M], in any floating format: the scores that the chosen keys get, scaled.
+        v: [Hkv, N, D] in the dtype of near rows, contiguous; on a GPU it may lie in pinned host
+            memory.
+        scale: factor of q·k of near keys.
+    Returns:
+        [Hq, D] in the dtype of q.
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+    Cost: reads the near rows and the chosen rows of V once. Places are not looked at: those beyond v are not found out.
+    """
+    check_shapes(
+        q=(q, "Hq D"), near_k=(near_k, "Hkv n D"), near_v=(near_v, "Hkv n D"), places=(places, "Hkv M"),
+        given=(given, "Hkv G M"), v=(v, "Hkv N D"),
+    )  # fmt: skip
+    check_alike(near_k=near_k, near_v=near_v, v=v)
+    if given.shape[0] * given.shape[1] != q.shape[0]:
+        raise ShapeError(f"given: expected {q.shape[0]} query heads, got {given.shape[0]} groups of {given.shape[1]}")
+    if choose("attend_chosen", q.device.type).name == "triton":
+        from ambidex.kernels.triton import attend_chosen as triton_chosen
+
+        return triton_chosen.attend_chosen(q, near_k, near_v, places, given, v, scale=scale)
+    return chosen.attend_chosen(q, near_k, near_v, places, given, v, scale=scale)
+
+
+def chosen_probs(q: Tensor, near_k: Tensor, given: Tensor, *, scale: float) -> Tensor:
+    """What each key weighs in `attend_chosen`: [Hkv, Hq / Hkv, M + n] fp32, near keys last."""
+    return chosen.chosen_probs(q, near_k, given, scale=scale)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

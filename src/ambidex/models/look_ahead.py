@@ -4,6 +4,7 @@ The residual stream changes little from layer to layer, so the input of a layer'
 (arXiv:2406.19707, section 4.2). It is read off as the model runs: nothing is there, and nothing costs, without it.
 """
 
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ class LookAhead:
         for module in model.modules():
             if isinstance(module, Attention):
                 self._layers[module.layer_idx] = module
-                module.register_forward_pre_hook(self._remember)
+                module.register_forward_pre_hook(partial(self._remember, module.layer_idx))
         if sorted(self._layers) != list(range(num_layers)):
             raise InternalError(f"{type(model).__name__} has queries for layers {sorted(self._layers)} of {num_layers}")
 
@@ -50,8 +51,7 @@ class LookAhead:
         own = self._inputs.get(layer_idx)
         return self._layers[layer_idx + 1].query(own) if own is not None else None
 
-    def _remember(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        assert isinstance(module, Attention), "hooks are on attention"
-        if module.layer_idx == 0:
+    def _remember(self, layer_idx: int, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if layer_idx == 0:
             self._inputs.clear()
-        self._inputs[module.layer_idx] = args[0]
+        self._inputs[layer_idx] = args[0]

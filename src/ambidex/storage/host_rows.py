@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ambidex.core.errors import TierFullError
 from ambidex.core.ids import KVPart
+from ambidex.kernels.cpu.score_rows import KeyRows
 from ambidex.kernels.cuda.pinned_view import view_on_gpu
 from ambidex.storage.row_home import IN_DRAM, RowHome
 
@@ -26,6 +27,7 @@ class HostRows:
 
     Attributes:
         k, v: [L, Hkv, capacity, D] in host memory; `k_there`, `v_there` the same memory as the device sees it.
+        keys: K of each layer as the CPU's scores take it.
         length: rows 0 … length − 1 are there, in all layers.
         base: [Hkv, 1] on the device, where each head begins among the rows of a layer side by side.
     Raises:
@@ -45,6 +47,7 @@ class HostRows:
         self.home = home
         self.k = home.allocate(KVPart.K, (num_layers, num_heads, capacity, head_dim), dtype)
         self.v = home.allocate(KVPart.V, (num_layers, num_heads, capacity, head_dim), dtype)
+        self.keys = [KeyRows(layer) for layer in self.k]
         self.length = 0
         self.base = torch.arange(num_heads, device=device)[:, None] * capacity
         self.k_there, self.v_there = self.k, self.v

@@ -1,7 +1,9 @@
 """`RowHome`: where rows in host memory lie that are kept beside the pools (`storage/host_rows.py`)."""
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Final
 
 import torch
@@ -62,11 +64,12 @@ class RowHome:
             raise TierFullError(f"rows of {part.upper()}: {reason}")
         return rows
 
-    def reading(self, part: KVPart, layer_idx: int, num_bytes: int) -> AbstractContextManager[None]:
-        """Read rows on the host within this."""
-        if self._slow is None:
-            return nullcontext()
-        return self._slow.reading(num_bytes * self._layout.cxl_share(part, layer_idx), num_bytes)
+    def pace(self, part: KVPart, layer_idx: int, num_bytes: int) -> Callable[[float, float], float] | None:
+        """What tells from the begin and the end of a read on the host when it would have ended; None: when it did."""
+        if self._slow is None or num_bytes == 0:
+            return None
+        slow_bytes = num_bytes * self._layout.cxl_share(part, layer_idx)
+        return partial(self._slow.read_end, slow_bytes, num_bytes) if slow_bytes else None
 
     def copying(self, part: KVPart, layer_idx: int, num_bytes: int) -> AbstractContextManager[None]:
         """Launch within this what brings rows to the accelerator."""

@@ -72,11 +72,12 @@ class SlowTier:
         start = time.perf_counter()
         yield
         if slow_bytes > 0:
-            took = time.perf_counter() - start
-            least = took * (1 - slow_bytes / num_bytes) + max(
-                took * slow_bytes / num_bytes, self.slow.seconds(slow_bytes)
-            )
-            wait_until(start + least)
+            wait_until(self.read_end(slow_bytes, num_bytes, start, time.perf_counter()))
+
+    def read_end(self, slow_bytes: float, num_bytes: float, start: float, end: float) -> float:
+        """When a read that lasted from `start` to `end` would have ended, in the same clock; see `reading`."""
+        took, share = end - start, slow_bytes / num_bytes
+        return start + took * (1 - share) + max(took * share, self.slow.seconds(slow_bytes))
 
     @contextmanager
     def copying(self, slow_bytes: float, num_bytes: float) -> Iterator[None]:

@@ -86,7 +86,8 @@ def test_rows_that_dram_does_not_hold_are_refused() -> None:
 
 
 def test_rows_without_a_tier_lie_where_torch_puts_them() -> None:
-    with IN_DRAM.reading(KVPart.V, 0, 100), IN_DRAM.copying(KVPart.V, 0, 100):
+    assert IN_DRAM.pace(KVPart.V, 0, 100) is None
+    with IN_DRAM.copying(KVPart.V, 0, 100):
         rows = IN_DRAM.allocate(KVPart.V, (1, 2, 3, 4), torch.bfloat16)
     assert (rows.shape, rows.dtype) == ((1, 2, 3, 4), torch.bfloat16)
 
@@ -96,11 +97,14 @@ def test_emulated_rows_are_read_at_the_pace_of_their_memory() -> None:
     layout = HostLayout(mapping=KVMapping.K_DRAM_V_CXL, num_near=4, first_cxl_layer=1)
     slow = SlowMemory(latency_s=0.0, bytes_per_s=1e6)
     home = RowHome(layout, slow=SlowTier(slow, spec, layout, CPU))
-    for take in (home.reading, home.copying):
-        start = time.perf_counter()
-        with take(KVPart.V, 1, 5000):
-            pass
-        assert time.perf_counter() - start >= 5e-3
+    start = time.perf_counter()
+    with home.copying(KVPart.V, 1, 5000):
+        pass
+    assert time.perf_counter() - start >= 5e-3
+    pace = home.pace(KVPart.V, 1, 5000)
+    assert pace is not None
+    assert pace(7.0, 7.001) == pytest.approx(7.005)
+    assert pace(7.0, 7.5) == pytest.approx(7.5)
 
 
 def test_emulated_rows_in_dram_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,5 +115,7 @@ def test_emulated_rows_in_dram_are_not_waited_for(monkeypatch: pytest.MonkeyPatc
     spec = KVSpec(num_layers=3, num_kv_heads=2, head_dim=32, dtype=DType.FP32, block_size=16)
     layout = HostLayout(mapping=KVMapping.K_DRAM_V_CXL, num_near=4, first_cxl_layer=1)
     home = RowHome(layout, slow=SlowTier(SlowMemory(latency_s=1.0, bytes_per_s=1.0), spec, layout, CPU))
-    with home.reading(KVPart.K, 1, 5000), home.copying(KVPart.V, 0, 5000):
+    assert home.pace(KVPart.K, 1, 5000) is None
+    assert home.pace(KVPart.V, 1, 0) is None
+    with home.copying(KVPart.V, 0, 5000):
         pass

@@ -21,7 +21,7 @@ The paper changes K and the mode by feedback from measured stage times: `sched/f
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from ambidex.attention.select.policy import (
     pad_keys,
     top_mask,
 )
+from ambidex.core.errors import InternalError
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.policy import HybridGenFeedback, HybridGenMode, PolicySettings
 from ambidex.core.selection import SelectionSetting
@@ -125,9 +126,15 @@ class _AfterScores(Selector):
     def num_far(self, num_keys: int) -> int:
         return max(0, num_keys - 1 - self._num_near)
 
-    def choose_far(self, row: DecodeRow, num_far: int, scores: Tensor | None) -> tuple[Tensor, Tensor]:
-        del row, num_far
+    def choose_scored(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         return _choose_after(scores, self._num_selected)
+
+    def choose_far(self, row: DecodeRow, num_far: int) -> tuple[Tensor, Tensor]:
+        del row, num_far
+        raise InternalError("hybridgen in mode post chooses by scores of all far keys")
+
+    def snapshot(self) -> Self:
+        return self  # it holds nothing that a step changes
 
 
 class _BeforeScores(Predicting):
@@ -154,8 +161,10 @@ class _BeforeScores(Predicting):
     def num_far(self, num_keys: int) -> int:
         return max(0, num_keys - 1 - self._num_near)
 
-    def choose_far(self, row: DecodeRow, num_far: int, scores: Tensor | None) -> tuple[Tensor, Tensor]:
-        del scores
+    def choose_scored(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        return _choose_after(scores, self._num_selected)
+
+    def choose_far(self, row: DecodeRow, num_far: int) -> tuple[Tensor, Tensor]:
         return self._choose_before(row, num_far, self._num_selected)
 
     def _choose_before(self, row: DecodeRow, num_far: int, num_selected: int) -> tuple[Tensor, Tensor]:
@@ -183,11 +192,11 @@ class _Steered(_BeforeScores):
     def scores_all(self) -> bool:
         return not self._steering.is_pre
 
-    def choose_far(self, row: DecodeRow, num_far: int, scores: Tensor | None) -> tuple[Tensor, Tensor]:
-        num_selected = self._steering.num_selected or self._num_selected
-        if self._steering.is_pre:
-            return self._choose_before(row, num_far, num_selected)
-        return _choose_after(scores, num_selected)
+    def choose_scored(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        return _choose_after(scores, self._steering.num_selected or self._num_selected)
+
+    def choose_far(self, row: DecodeRow, num_far: int) -> tuple[Tensor, Tensor]:
+        return self._choose_before(row, num_far, self._steering.num_selected or self._num_selected)
 
     def __init__(
         self, percent: int, num_prompt: int, *, num_kv_heads: int, num_selected: int, num_near: int, steering: _Steering
@@ -205,9 +214,8 @@ class _Steered(_BeforeScores):
         return _select_after(row, num_far, self._num_kv_heads, num_selected)
 
 
-def _choose_after(scores: Tensor | None, num_selected: int) -> tuple[Tensor, Tensor]:
+def _choose_after(scores: Tensor, num_selected: int) -> tuple[Tensor, Tensor]:
     """The best far keys of each KV head, by the largest of its query heads' scores [Hkv, G, far], with their scores."""
-    assert scores is not None, "all far keys have been scored"
     best = scores.amax(1)  # [Hkv, far]
     places = best.topk(min(num_selected, best.shape[1]), dim=1, sorted=False).indices
     return places, scores.gather(2, places[:, None].expand(-1, scores.shape[1], -1))

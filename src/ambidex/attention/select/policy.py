@@ -170,12 +170,17 @@ class FarSelector(Protocol):
         """See `Selector`."""
         ...
 
-    def choose_far(self, row: DecodeRow, num_far: int, scores: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Places [Hkv, M] of the far keys that a query attends, and the scores [Hkv, G, M] that they get.
+    def choose_scored(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Places [Hkv, M] of the far keys that a query attends, and the scores [Hkv, G, M] that they get; if
+        `scores_all`.
 
         Args:
-            scores: [Hkv, G, far] of the early query, scaled, if `scores_all`.
+            scores: [Hkv, G, far] of the early query, scaled, in any floating format, which is that of the answer.
         """
+        ...
+
+    def choose_far(self, row: DecodeRow, num_far: int) -> tuple[Tensor, Tensor]:
+        """The same without scores of all far keys, of which there is one at least."""
         ...
 
 

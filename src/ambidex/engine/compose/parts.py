@@ -299,13 +299,20 @@ def with_policy(
             choices.memory.host.layout, nodes=choices.cxl.nodes, slow=exact.pools[Tier.DRAM].slow, memory=host_memory
         )
         row_store = RowStore(choices.spec, exact.pools, max_rows=choices.memory.max_kept_rows, home=home)
-    if settings.name is PolicyName.HYBRIDGEN and look_ahead is not None and row_store is not None:
+    threads = choices.threads
+    if (
+        settings.name is PolicyName.HYBRIDGEN
+        and look_ahead is not None
+        and row_store is not None
+        and threads is not None
+    ):
         assert settings.near_tokens is not None, "settings of hybridgen"
         early = EarlyDecode(
             choices.spec,
             TieredAttention(choices.spec, exact.pools, wrap=_pacing(exact.pools[Tier.DRAM], None)),
             look_ahead,
             row_store,
+            threads,
             num_near=settings.near_tokens,
             max_requests=most_requests(config),
             is_timed=Need.TIMES in policy.needs,

@@ -1,0 +1,117 @@
+"""Attention of one query over chosen far keys, whose scores are given, and near ones, split over the keys.
+
+    s_j = given_j, places_j being chosen;  q · k_j · scale for near j
+    out = Σ_j e^(s_j − lse) · v_j
+
+Rows of V of the chosen keys are read where they lie, over the link if that is in pinned host memory, each once for all
+query heads of its group: a split has its own rows on their way, and all splits together more than the link delivers in
+a round trip. Joined as in `attend_paged`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ambidex.kernels.triton.attend_paged import (
+    _LOG2_E,
+    _MIN_GROUP,
+    _merge_splits_kernel,
+    _num_multiprocessors,
+    choose_num_splits,
+    choose_tile_keys,
+)
+
+
+@triton.jit(do_not_specialize=["num_chosen", "num_near"])
+def _split_kernel(
+    q_ptr, near_k_ptr, near_v_ptr, places_ptr, given_ptr, v_ptr, part_ptr, part_lse_ptr, scale_log2,
+    num_chosen, num_near, near_head_stride, v_head_stride,
+    GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr, PRECISION: tl.constexpr, LOG2_E: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    num_keys = num_chosen + num_near
+    num_tiles = tl.cdiv(num_keys, BLOCK_KEYS)
+    tiles_per_split = tl.cdiv(num_tiles, NUM_SPLITS)
+    tile_begin = split * tiles_per_split
+    tile_end = tl.minimum(tile_begin + tiles_per_split, num_tiles)
+
+    heads = tl.arange(0, GROUP_BLOCK)
+    dims = tl.arange(0, DIM_BLOCK)
+    is_head = heads < GROUP
+    is_dim = dims < HEAD_DIM
+    is_q = is_head[:, None] & is_dim[None, :]
+    q_heads = kv_head * GROUP + heads
+    part_rows = q_heads * NUM_SPLITS + split
+    if tile_begin >= tile_end:
+        tl.store(part_lse_ptr + part_rows, tl.full([GROUP_BLOCK], float("-inf"), dtype=tl.float32), mask=is_head)
+        return
+
+    q = tl.load(q_ptr + q_heads[:, None] * HEAD_DIM + dims[None, :], mask=is_q, other=0.0)
+    near_k_ptr += kv_head * near_head_stride
+    near_v_ptr += kv_head * near_head_stride
+    v_ptr += kv_head * v_head_stride
+    top = tl.full([GROUP_BLOCK], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([GROUP_BLOCK], dtype=tl.float32)
+    acc = tl.zeros([GROUP_BLOCK, DIM_BLOCK], dtype=tl.float32)
+    for tile in range(tile_begin, tile_end):
+        keys = tile * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+        is_chosen = keys < num_chosen
+        is_near = (keys >= num_chosen) & (keys < num_keys)
+        places = tl.load(places_ptr + kv_head * num_chosen + keys, mask=is_chosen, other=0).to(tl.int64)
+        far_v = tl.load(
+            v_ptr + places[:, None] * HEAD_DIM + dims[None, :], mask=is_chosen[:, None] & is_dim[None, :], other=0.0
+        )
+        given = tl.load(
+            given_ptr + q_heads[:, None] * num_chosen + keys[None, :], mask=is_head[:, None] & is_chosen[None, :],
+            other=0.0,
+        )  # fmt: skip
+        near_rows = (keys - num_chosen)[:, None] * HEAD_DIM + dims[None, :]
+        is_near_row = is_near[:, None] & is_dim[None, :]
+        k = tl.load(near_k_ptr + near_rows, mask=is_near_row, other=0.0)
+        near_v = tl.load(near_v_ptr + near_rows, mask=is_near_row, other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale_log2
+        scores = tl.where(is_chosen[None, :], given.to(tl.float32) * LOG2_E, scores)
+        scores = tl.where((is_chosen | is_near)[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        fade = tl.exp2(top - new_top)
+        weights = tl.exp2(scores - new_top[:, None])
+        total = total * fade + tl.sum(weights, axis=1)
+        v = tl.where(is_chosen[:, None], far_v, near_v)
+        acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        top = new_top
+    lse = (top + tl.log2(total)) * 0.6931471805599453  # ln 2
+    tl.store(part_ptr + part_rows[:, None] * HEAD_DIM + dims[None, :], acc / total[:, None], mask=is_q)
+    tl.store(part_lse_ptr + part_rows, lse, mask=is_head)
+
+
+def attend_chosen(
+    q: Tensor, near_k: Tensor, near_v: Tensor, places: Tensor, given: Tensor, v: Tensor, *, scale: float
+) -> Tensor:
+    """See `kernels.api.attend_chosen`."""
+    q, places, given = q.contiguous(), places.contiguous(), given.contiguous()
+    num_q_heads, head_dim = q.shape
+    num_kv_heads, num_chosen = places.shape
+    group = num_q_heads // num_kv_heads
+    out = torch.empty_like(q)
+    lse = torch.empty(num_q_heads, dtype=torch.float32, device=q.device)
+    num_splits = choose_num_splits(num_kv_heads, _num_multiprocessors(q.device))
+    part = torch.empty((num_q_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
+    part_lse = torch.empty((num_q_heads, num_splits), dtype=torch.float32, device=q.device)
+    dim_block = max(16, triton.next_power_of_2(head_dim))
+    _split_kernel[(num_splits, num_kv_heads)](
+        q, near_k, near_v, places, given, v, part, part_lse, scale * _LOG2_E,
+        num_chosen, near_k.shape[1], near_k.stride(0), v.stride(0),
+        GROUP=group, GROUP_BLOCK=max(_MIN_GROUP, triton.next_power_of_2(group)),
+        HEAD_DIM=head_dim, DIM_BLOCK=dim_block, BLOCK_KEYS=choose_tile_keys(dim_block, v.element_size()),
+        NUM_SPLITS=num_splits, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", LOG2_E=_LOG2_E,
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    _merge_splits_kernel[(num_q_heads,)](
+        part, part_lse, out, lse,
+        HEAD_DIM=head_dim, DIM_BLOCK=dim_block, NUM_SPLITS=num_splits,
+        SPLIT_BLOCK=triton.next_power_of_2(num_splits), num_warps=4,
+    )  # fmt: skip
+    return out
