@@ -65,8 +65,10 @@ def naive(parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def check(name: str, parts: dict[str, Tensor]) -> None:
-    plain = naive(parts, parts["q"].dtype)
-    assert_within_twice_plain(attend(name, parts).cpu(), plain, naive(parts, torch.float64))
+    q = parts["q"]
+    plain = naive(parts, q.dtype)
+    num_roundings = 1 if name == "reference" else 5 if q.is_cuda and q.dtype == torch.float32 else 3  # splits are merged
+    assert_within_twice_plain(attend(name, parts).cpu(), plain, naive(parts, torch.float64), num_roundings=num_roundings)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
