@@ -65,10 +65,10 @@ def naive(parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def check(name: str, parts: dict[str, Tensor]) -> None:
-    q = parts["q"]
-    plain = naive(parts, q.dtype)
-    num_roundings = 1 if name == "reference" else 5 if q.is_cuda and q.dtype == torch.float32 else 3  # splits are merged
-    assert_within_twice_plain(attend(name, parts).cpu(), plain, naive(parts, torch.float64), num_roundings=num_roundings)
+    q, found = parts["q"], attend(name, parts).cpu()
+    plain, truth = naive(parts, q.dtype), naive(parts, torch.float64)
+    splits = 5 if q.is_cuda and q.dtype == torch.float32 else 3  # are merged
+    assert_within_twice_plain(found, plain, truth, num_roundings=1 if name == "reference" else splits)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
