@@ -105,7 +105,7 @@ def test_answer_that_cannot_be_written_fails_alone(folder: Path, offline: LLM, m
         with asked(server, prompt="broken", max_tokens=16, ignore_eos=True) as one, asked(
             server, max_tokens=16, ignore_eos=True
         ) as other:  # fmt: skip
-            assert b'"code":"engine_failed"' in read_all(one)
+            assert b'"type":"server_error"' in read_all(one)  # its code depends on who writes
             assert "".join(texts_of(chunks_of(read_all(other)))) == wanted
         wait_until(server.is_idle)
 
