@@ -1,7 +1,7 @@
 #!/bin/sh
 # The comparison of all methods on a GPU machine, in the shapes of HybridGen's tables, what matters most first: half an hour
-# on an H200 by estimate (the stages up to the batches took nine minutes). Random weights whose scores spread as docs/comparison.md says; sink and recent window on the GPU, the
-# rest in DRAM.
+# on an H200 by estimate (the stages up to the batches took nine minutes). Random weights whose scores spread as
+# docs/comparison.md says; sink and recent window on the GPU, the rest in DRAM.
 #
 #   bench/compare_h200.sh REPORT SCRATCH [SECONDS]
 #
