@@ -25,12 +25,12 @@ from ambidex.core.kv_spec import KVOrder
 from ambidex.core.policy import HybridGenFeedback, PolicyName
 from ambidex.core.selection import SelectionLimits, SelectionSetting
 from ambidex.engine.compose.choices import Choices, decode_buckets
-from ambidex.engine.compose.control import Decision
 from ambidex.engine.compose.lanes import ScanChoice, StreamChoice
 from ambidex.engine.compose.weights import Divided
 from ambidex.engine.memory import most_requests
 from ambidex.engine.tuned_world import EngineWorld, FixedMemory
 from ambidex.engine.weight_tuner import WeightTuner
+from ambidex.formats.control_trace import Decision
 from ambidex.kernels.cpu.bounded import BoundedPool
 from ambidex.kernels.cpu.native import AttentionPool
 from ambidex.models.base import CausalLM
