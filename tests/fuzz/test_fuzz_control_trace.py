@@ -10,16 +10,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ambidex.attention.lane_share import LaneBalance
 from ambidex.core.errors import ConfigError
+from ambidex.core.selection import LaneTimes, ShareDecision, ShareSeen
 from ambidex.engine.compose.control import replay
-from ambidex.formats.control_trace import parse_decision
+from ambidex.formats.control_trace import decision_json, parse_decision
 
 DATA = Path(__file__).parent.parent / "data"
-LINES = [
-    *(DATA / "control_trace_modes.jsonl").read_bytes().splitlines()[::10],
-    b'{"kind": "share", "before": {"share": 0.25, "step": 0.1, "direction": 0}, "cpu_last": 1.0, "achieved": 0.2, '
-    b'"after": {"share": 0.22, "step": 0.1, "direction": 1}}',
-]
+
+
+def make_lines() -> list[bytes]:
+    """Lines of a recorded trace, and of a balance of lanes in all its states."""
+    told: list[ShareDecision] = []
+    balance = LaneBalance(0.1, tell=told.append)
+    balance.update(ShareSeen(cpu_last=0.5, asked=0.1, achieved=0.1))
+    for cpu_last, link_s in ((1.0, 0.05), (0.0, 0.05), (1.0, 0.02), (0.5, 0.001), (0.5, 0.001)):
+        times = LaneTimes(step_s=0.02, link_s=link_s, dram_s=0.02)
+        balance.update(ShareSeen(cpu_last=cpu_last, asked=0.1, achieved=0.1, times=times))
+    times = LaneTimes(step_s=0.01, link_s=0.1, dram_s=0.1)
+    balance.update(ShareSeen(cpu_last=None, asked=1.0, achieved=1.0, times=times))
+    recorded = (DATA / "control_trace_modes.jsonl").read_bytes().splitlines()[::10]
+    return [*recorded, *(json.dumps(decision_json(decision)).encode() for decision in told)]
+
+
+LINES = make_lines()
 NUM_RANDOM = 8_000
 TOKENS = re.compile(rb'"[^"]*"|-?\d[\d.e+-]*|true|false|null|\{[^{}]*\}|[{}:,]')
 ODDITIES = (

@@ -2,7 +2,7 @@
 is written by `decision_json` is taken, and what is wrong is named with its place, its value and its limit.
 
     {"kind": "selection", "before": …, "times": …, "limits": …, "after": …}      HybridGen's feedback
-    {"kind": "share", "before": …, "cpu_last": …, "achieved": …, "after": …}     the balance of the lanes
+    {"kind": "share", "before": …, "seen": …, "after": …}                        the balance of the lanes
 """
 
 import json
@@ -13,10 +13,12 @@ from typing import Any, Final
 from ambidex.core.errors import ConfigError
 from ambidex.core.policy import HybridGenMode
 from ambidex.core.selection import (
+    LaneTimes,
     SelectionDecision,
     SelectionLimits,
     SelectionSetting,
     ShareDecision,
+    ShareSeen,
     ShareState,
     StageTimes,
 )
@@ -29,8 +31,10 @@ MAX_LINE_BYTES: Final = 16 * 1024
 MAX_COUNT: Final = 2**31 - 1
 MAX_SECONDS: Final = 1e6
 """Of one stage of one step."""
+MIN_SECONDS: Final = 1e-12
+"""Of what is divided by."""
 _SELECTION: Final = ("kind", "before", "times", "limits", "after")
-_SHARE: Final = ("kind", "before", "cpu_last", "achieved", "after")
+_SHARE: Final = ("kind", "before", "seen", "after")
 _TIMES: Final = ("gpu_s", "cpu_s", "transfer_s")
 _COUNTS: Final = ("num_roomy_steps", "num_steps", "num_returns")
 
@@ -66,8 +70,7 @@ def parse_decision(line: bytes) -> Decision:
             whole.check_names(_SHARE)
             return ShareDecision(
                 before=_state(whole.group("before")),
-                cpu_last=whole.number("cpu_last", high=1.0),
-                achieved=whole.number("achieved", high=1.0),
+                seen=_seen(whole.group("seen")),
                 after=_state(whole.group("after")),
             )
         case kind:
@@ -151,12 +154,42 @@ def _limits(fields: _Fields) -> SelectionLimits:
     )
 
 
+def _seen(fields: _Fields) -> ShareSeen:
+    fields.check_names(("cpu_last", "asked", "achieved", "times"))
+    cpu_last = None if fields.values["cpu_last"] is None else fields.number("cpu_last", high=1.0)
+    times = None if fields.values["times"] is None else _lane_times(fields.group("times"))
+    if cpu_last is None and times is None:
+        raise ConfigError("`cpu_last` and `times` in `seen` are both null: a step without a CPU lane is timed")
+    asked, achieved = (fields.number(name, high=1.0) for name in ("asked", "achieved"))
+    return ShareSeen(cpu_last=cpu_last, asked=asked, achieved=achieved, times=times)
+
+
+def _lane_times(fields: _Fields) -> LaneTimes:
+    fields.check_names(("step_s", "link_s", "dram_s"))
+    return LaneTimes(
+        step_s=fields.number("step_s", high=MAX_SECONDS),
+        link_s=fields.number("link_s", low=MIN_SECONDS, high=MAX_SECONDS),
+        dram_s=fields.number("dram_s", high=MAX_SECONDS),
+    )
+
+
 def _state(fields: _Fields) -> ShareState:
-    fields.check_names(("share", "step", "direction"))
+    optional = ("link_s", "mixed_s", "alone_s")
+    fields.check_names(("share", "step", "direction", *optional, "num_steps", "mixed_share", "may_be_alone"))
+    link_s, mixed_s, alone_s = (
+        None if fields.values[name] is None else fields.number(name, low=low, high=MAX_SECONDS)
+        for name, low in zip(optional, (MIN_SECONDS, 0.0, 0.0), strict=True)
+    )
     return ShareState(
         share=fields.number("share", high=1.0),
         step=fields.number("step", high=1.0),
         direction=fields.count("direction", low=-1, high=1),
+        link_s=link_s,
+        mixed_s=mixed_s,
+        alone_s=alone_s,
+        num_steps=fields.count("num_steps"),
+        mixed_share=fields.number("mixed_share", high=1.0),
+        may_be_alone=fields.flag("may_be_alone"),
     )
 
 

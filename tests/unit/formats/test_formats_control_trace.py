@@ -8,10 +8,12 @@ import pytest
 from ambidex.core.errors import ConfigError
 from ambidex.core.policy import HybridGenMode
 from ambidex.core.selection import (
+    LaneTimes,
     SelectionDecision,
     SelectionLimits,
     SelectionSetting,
     ShareDecision,
+    ShareSeen,
     ShareState,
     StageTimes,
 )
@@ -26,9 +28,8 @@ SELECTION = SelectionDecision(
 )
 SHARE = ShareDecision(
     before=ShareState(share=0.25, step=0.1, direction=0),
-    cpu_last=1.0,
-    achieved=0.2,
-    after=ShareState(share=0.3, step=0.1, direction=1),
+    seen=ShareSeen(cpu_last=None, asked=0.25, achieved=0.2, times=LaneTimes(step_s=0.01, link_s=0.02, dram_s=0.015625)),
+    after=ShareState(share=0.3, step=0.1, direction=1, link_s=0.02, num_steps=3, may_be_alone=False),
 )
 
 
@@ -63,7 +64,10 @@ def test_what_is_written_is_read(decision: SelectionDecision | ShareDecision) ->
         (SELECTION, "times.cpu_s", True, "`cpu_s` in `times` is True"),
         (SELECTION, "times.cpu_s", 1e300, r"`cpu_s` in `times` is 1e\+300: it must be a number from 0 to 1e\+06"),
         (SELECTION, "limits.may_switch", 1, "`may_switch` in `limits` is 1: it must be true or false"),
-        (SHARE, "cpu_last", 1.5, "`cpu_last` is 1.5: it must be a number from 0 to 1"),
+        (SHARE, "seen.cpu_last", 1.5, "`cpu_last` in `seen` is 1.5: it must be a number from 0 to 1"),
+        (SHARE, "seen.times", None, "`cpu_last` and `times` in `seen` are both null"),
+        (SHARE, "seen.times.link_s", 0.0, "`link_s` in `seen`, `times` is 0.0: it must be a number from 1e-12 to"),
+        (SHARE, "after.link_s", 0, "`link_s` in `after` is 0: it must be a number from 1e-12 to"),
         (SHARE, "before.direction", 2, "`direction` in `before` is 2: it must be a whole number from -1 to 1"),
         (SHARE, "times", {}, "the line has 'times'"),
     ],
@@ -84,7 +88,7 @@ def test_what_is_wrong_is_named(
         (b"[" * 5000, "not valid JSON"),
         (b'{"kind": "share", "kind": "share"}', "the key 'kind' is there twice"),
         (b"[1]", r"the line is \[1\]: it must be a JSON object"),
-        (b'{"kind": "share"}', "the line lacks before, cpu_last, achieved, after"),
+        (b'{"kind": "share"}', "the line lacks before, seen, after"),
         (b" " * (MAX_LINE_BYTES + 1), "more than 16384 bytes"),
     ],
 )

@@ -1,8 +1,8 @@
 """`ControlTrace`: what controllers decided, a JSON line each (`formats/control_trace.py`); `replay` decides once more
 and says where it differs.
 
-HybridGen's feedback (`sched.feedback`) and the balance of lanes (`attention.streamed`) are pure functions of what a line
-holds.
+HybridGen's feedback (`sched.feedback`) and the balance of lanes (`attention.lane_share`) are pure functions of what a
+line holds.
 """
 
 import json
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from ambidex.attention.streamed import next_share
+from ambidex.attention.lane_share import next_share
 from ambidex.core.errors import ConfigError
 from ambidex.core.selection import SelectionDecision, SelectionSetting, ShareState
 from ambidex.formats.control_trace import MAX_LINE_BYTES, Decision, decision_json, parse_decision
@@ -127,4 +127,4 @@ def _decide(decision: Decision) -> SelectionSetting | ShareState:
     """What is decided now."""
     if isinstance(decision, SelectionDecision):
         return next_setting(decision.before, decision.times, decision.limits)
-    return next_share(decision.before, decision.cpu_last, decision.achieved)
+    return next_share(decision.before, decision.seen)

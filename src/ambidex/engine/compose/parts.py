@@ -98,6 +98,7 @@ def make_decode_steps(
             stream_share=stream.share,
             stream_blocks=choices.stream.step_blocks if choices.stream is not None else 0,
             follows_lanes=config.stream_percent is None,
+            rates=stream.rates,
             weights=None if divided is None else divided.lanes,
             bounded=bounded,
             scan_rule=scan.rule,
@@ -177,7 +178,12 @@ def make_feedback(choices: Choices, tell: Callable[[Decision], None] | None) -> 
 
 
 def make_bounded(
-    config: EngineConfig, choices: Choices, pools: Mapping[Tier, KVPool], min_scanned: int | None
+    config: EngineConfig,
+    choices: Choices,
+    pools: Mapping[Tier, KVPool],
+    min_scanned: int | None,
+    *,
+    verify_every: int = CHOICES_PER_VERIFIED,
 ) -> BoundedScan | None:
     """The bounded policy in its native form; None: another policy, the reference form, or no pool that it reads."""
     settings = choices.policy.settings
@@ -187,7 +193,7 @@ def make_bounded(
     assert settings.max_dropped_mass is not None, "settings of bounded"
     native_pool = BoundedPool(choices.threads)
     near_tier = None if choices.decode_form is DecodeForm.PROGRAM else Tier.GPU
-    check = ScanCheck(choices.spec, pools, every=CHOICES_PER_VERIFIED, near_tier=near_tier)
+    check = ScanCheck(choices.spec, pools, every=verify_every, near_tier=near_tier)
     return BoundedScan(
         choices.spec,
         {tier: ScanCopy(pool, native_pool) for tier, pool in tiled.items()},
@@ -275,7 +281,13 @@ def _pacing(pool: KVPool, wrap: Callable[[Tier, Reader], Reader] | None) -> Call
 
 
 def with_policy(
-    config: EngineConfig, choices: Choices, model: CausalLM, exact: TieredAttention, host_memory: HostMemory
+    config: EngineConfig,
+    choices: Choices,
+    model: CausalLM,
+    exact: TieredAttention,
+    host_memory: HostMemory,
+    *,
+    verify_every: int = CHOICES_PER_VERIFIED,
 ) -> TieredAttention | SelectiveAttention:
     """Attention whose keys a policy chooses; with `exact` the very object that attends all.
 
@@ -324,5 +336,5 @@ def with_policy(
         look_ahead=look_ahead,
         early=early,
         row_store=row_store if choices.device.type == "cuda" else None,
-        verify_every=CHOICES_PER_VERIFIED if config.verify else 0,
+        verify_every=verify_every if config.verify else 0,
     )
