@@ -1,4 +1,4 @@
-"""`Teacher` under the bounded policy in its native form: known tokens through the very steps that answers are made in."""
+"""`Teacher` under the bounded policy in its native form: known tokens go through the steps that answers are made in."""
 
 from pathlib import Path
 from typing import Any

@@ -119,10 +119,8 @@ def test_cells_of_each_policy_are_measured_on_a_gpu(folder: Path, policy: Policy
         "max_context_len": 120, "max_running_requests": 1, "max_tokens_per_step": 32, "block_size": 16,
         "num_threads": 2, "num_sink_tokens": 16, "recent_window": 16,
     }  # fmt: skip
-    for kind, own in (
-        (CellKind.SPEED, {"kv_gpu_tokens": 64}),
-        (CellKind.QUALITY, {"kv_gpu_tokens": 64} if is_native else {}),
-    ):
+    split = {"kv_gpu_tokens": 64}
+    for kind, own in ((CellKind.SPEED, split), (CellKind.QUALITY, split if policy is PolicyName.BOUNDED else {})):
         batch = 1 if kind is CellKind.SPEED else None
         cells = [make_cell(kind, folder, context=context, batch=batch).record() for context in (70, 90)]
         part = Part(config=config | own, cells=cells, text="a")
