@@ -150,6 +150,7 @@ def describe(
                 choices.bounded,
                 max_kept_rows=choices.memory.max_kept_rows,
                 rows_why=choices.rows_why,
+                max_predicted=choices.memory.max_predicted,
             ),
             ReportRow(section="compute", name="stream_share", value=f"{stream[0]:.2f} of keys in DRAM", why=stream[1]),
         ],
