@@ -154,13 +154,17 @@ class FarSelector(Protocol):
     """A selector that can also choose without a mask: all near keys, and so many of the far ones, which come first.
 
     `keeps_rows`: it must be told of K and V of new tokens. `scores_all`: its next choice is made by scores of all far
-    keys.
+    keys. `num_selected`: so many of them each KV head chooses then, at most: those with the largest score of its query
+    heads.
     """
 
     keeps_rows: ClassVar[bool]
 
     @property
     def scores_all(self) -> bool: ...
+
+    @property
+    def num_selected(self) -> int: ...
 
     def num_far(self, num_keys: int) -> int:
         """Far keys of a query that sees `num_keys`, its own included."""

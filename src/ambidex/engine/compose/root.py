@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -17,8 +18,10 @@ from ambidex.engine.compose.parts import (
     make_attention,
     make_bounded,
     make_decode_steps,
+    make_early_steps,
     make_feedback,
     make_tuner,
+    why_no_early_pools,
     with_policy,
 )
 from ambidex.engine.compose.report import collect_fallbacks, describe, find_pin_refusals
@@ -162,6 +165,11 @@ def build_engine(
     after_step = tuner.after_step if tuner is not None else None
     trace = trace_lanes(tracer, choices.device, copy)
     attention = with_policy(config, choices, model, make_attention(choices, pools, min_streamed, trace), host_memory)
+    early_steps = make_early_steps(config, choices, model, attention, forward, capture)
+    why_not = why_no_early_pools(attention)
+    if why_not is not None and choices.decode_form is not DecodeForm.ORDINARY:
+        why = f"steps of policy {config.policy} are launched op by op: {why_not}"
+        choices = replace(choices, decode_form=DecodeForm.ORDINARY, decode_form_why=why)
     fallbacks = collect_fallbacks(
         config, choices, pools, None if divided is None else divided.weights, find_pin_refusals(attention)
     )
@@ -172,7 +180,7 @@ def build_engine(
         copies=CopyEngine(pools, copy=trace.copy),
         device=choices.device,
         forward=forward,
-        decode_steps=decode_steps,
+        decode_steps=early_steps or decode_steps,
         torch_threads=TorchThreads(choices.num_threads)
         if choices.device.type == "cpu" and choices.threads is not None
         else None,
