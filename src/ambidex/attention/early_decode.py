@@ -128,6 +128,8 @@ class EarlyDecode:
         )
         self.near = NearRows(pool, num_near=num_near, max_requests=max_requests)
         self._clock = TransferClock(pool.device, is_on=is_timed)
+        self.is_timed = is_timed
+        self._read_fixed: Callable[[], StageTimes] | None = None
         self._works: Sequence[EarlyWork] = ()
         self._rows: list[HostRows] = []
         self._is_far: dict[type[Selector], bool] = {}
@@ -181,6 +183,7 @@ class EarlyDecode:
         """Count anew, for another step."""
         self.scores.begin()
         self._clock.begin()
+        self._read_fixed = None
         self._works, self._early = (), {}
         self.num_bytes = self.num_attended = self.num_visible = 0
         self.num_rows = [0, 0]
@@ -207,7 +210,7 @@ class EarlyDecode:
         self, requests: Sequence[ScheduledRequest], works: Sequence[EarlyWork], *, max_far: int
     ) -> FixedPlan | None:
         """Prepare for a step of fixed form, if the step has it: one new token each, behind the prompt, and layers that
-        look ahead, whose selectors choose by scores of all far keys and are told of nothing else.
+        look ahead, whose selectors choose by scores of all far keys.
 
         Args:
             max_far: far keys of all requests together, at most.
@@ -222,7 +225,7 @@ class EarlyDecode:
             return None
         far = [cast("FarSelector", work.selectors[first]) for work in works]
         num_far = [selector.num_far(work.start + 1) for selector, work in zip(far, works, strict=True)]
-        if sum(num_far) > max_far or any(selector.keeps_rows or not selector.scores_all for selector in far):
+        if sum(num_far) > max_far or not all(selector.scores_all for selector in far):
             return None
         rows = self._prepare_rows(works)
         if rows is None:
@@ -253,9 +256,14 @@ class EarlyDecode:
             },
         )
 
-    def finish_fixed(self) -> None:
-        """Launch: the step that was planned has been launched; keep its rows."""
+    def finish_fixed(self, read_times: Callable[[], StageTimes] | None) -> None:
+        """Launch: the step that was planned has been launched; keep its rows.
+
+        Args:
+            read_times: tells the times of its stages once it has ended; None: nobody timed them.
+        """
         self.near.keep_new(self._rows)
+        self._read_fixed = read_times
 
     def set_num_threads(self, num_threads: int) -> None:
         """How many threads score from now on; no step is under way."""
@@ -273,6 +281,8 @@ class EarlyDecode:
     def stage_times(self, forward_s: float) -> StageTimes | None:
         """Times of the last step's stages: the CPU's scores, which run beside the accelerator; the transfer of scores
         and rows; and the rest of the forward pass, but for what the accelerator's side waited for scores."""
+        if self._read_fixed is not None:
+            return self._read_fixed()
         cpu_s, transfer_s = self.scores.cpu_s, self._clock.seconds()
         if cpu_s + transfer_s == 0:
             return None
@@ -355,10 +365,8 @@ class EarlyDecode:
         found: list[Tensor] | None = None
         outs = []
         for row, selector in enumerate(far):
-            if selector.keeps_rows:
-                start = self._works[row].start
-                new_k, new_v = self.near.rows(layer_idx, row, start, start + 1)
-                selector.add_rows(new_k.float(), new_v.float())
+            if selector.keeps_rows and not selector.scores_all:
+                self._tell_rows(layer_idx, row, selector)
             scores = None
             if selector.scores_all:
                 found = found or self.scores.wait(layer_idx)
@@ -367,6 +375,18 @@ class EarlyDecode:
             outs.append(self._answer(layer_idx, row, q[row], stale[row], selector, scores, watch))
         out = outs[0][None] if len(outs) == 1 else torch.stack(outs)
         return out.to(q.dtype)
+
+    def _tell_rows(self, layer_idx: int, row: int, selector: FarSelector) -> None:
+        """Tell a selector of the rows that it has not been told of, the step's own last."""
+        start, rows = self._works[row].start, self._rows[row]
+        first = selector.first_missing(start + 1)
+        if first < start:
+            num_bytes = (start - first) * self._shape[0] * self._row_bytes
+            with self._clock.measure(), self._store.home.copying(KVPart.K, layer_idx, num_bytes):
+                missing = rows.k_there[layer_idx, :, first:start].to(self._device).float()
+            selector.add_rows(missing, rows.v_there[layer_idx, :, first:start])
+        new_k, new_v = self.near.rows(layer_idx, row, start, start + 1)
+        selector.add_rows(new_k.float(), new_v.float())
 
     def _answer(
         self,

@@ -1,5 +1,6 @@
 """`EarlyAttention`: the attention of a decode step of fixed form under HybridGen; its keys: see `early_decode.py`."""
 
+from contextlib import nullcontext
 from typing import Protocol
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from ambidex.attention.near_rows import Angles, NearRows
 from ambidex.core.model_spec import ModelSpec
 from ambidex.kernels import api
 from ambidex.kernels.early_rows import EarlyRows
+from ambidex.storage.lane_clock import LaneClock, Part
 
 
 class LookAhead(Protocol):
@@ -34,6 +36,7 @@ class EarlyAttention:
         look_ahead: makes the early queries.
         scores: the way to the CPU.
         first_layer: that looks ahead.
+        clock: is told for how long scores and rows are on their way and added up; None: nobody is.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class EarlyAttention:
         scores: FixedScores,
         *,
         first_layer: int,
+        clock: LaneClock | None = None,
     ) -> None:
         self._num_layers = spec.num_layers
         self._scale = spec.head_dim**-0.5
@@ -55,6 +59,7 @@ class EarlyAttention:
         self._look_ahead = look_ahead
         self._scores = scores
         self._first_layer = first_layer
+        self._clock = clock
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, angles: Angles | None = None) -> Tensor:
         """Rotate q and k, put k and v among the near rows, have the CPU score the next layer's far keys, and attend.
@@ -77,4 +82,5 @@ class EarlyAttention:
         if layer_idx < self._first_layer:
             return self._exact.attend(layer_idx, q, k, v, angles=angles)
         scores = self._scores.receive(layer_idx)
-        return api.attend_early(turned, near_k, near_v, scores, self._rows, layer_idx=layer_idx, scale=self._scale)
+        with self._clock.span(Part.COPY) if self._clock is not None else nullcontext():
+            return api.attend_early(turned, near_k, near_v, scores, self._rows, layer_idx=layer_idx, scale=self._scale)

@@ -21,7 +21,8 @@ from ambidex.core.model_spec import ModelSpec
 from ambidex.kernels.cpu.native import WORD_STRIDE
 from ambidex.kernels.cuda.pinned_view import view_on_gpu
 from ambidex.storage.host_rows import HostRows
-from ambidex.storage.words import WAIT_LIMIT_S, HostWords, StepFence, StreamWords, Words, naming
+from ambidex.storage.lane_clock import LaneClock
+from ambidex.storage.words import WAIT_LIMIT_S, HostWords, StepFence, StreamWords, TimedWords, Words, naming
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class FixedScores:
         max_far: far keys of a step, at most.
         dtype: of queries.
         device: the accelerator; with CUDA the buffers are pinned.
+        clock: is told for how long the accelerator waits; None: nobody is.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class FixedScores:
         max_far: int,
         dtype: torch.dtype,
         device: torch.device,
+        clock: LaneClock | None = None,
     ) -> None:
         is_cuda = device.type == "cuda"
         self._early = early
@@ -67,6 +70,8 @@ class FixedScores:
         self._flags = torch.zeros(2, spec.num_layers, WORD_STRIDE, dtype=torch.int32, pin_memory=is_cuda)
         self._host_flags = self._flags.numpy()  # the same memory
         self._words: Words = StreamWords() if is_cuda else HostWords()
+        if clock is not None:
+            self._words = TimedWords(self._words, clock)
         self._fence = StepFence(is_cuda=is_cuda)
         self._far = FarRows((), (), 0)
         self._asked: dict[int, int] = {}

@@ -239,10 +239,14 @@ class SelectiveAttention:
             self._works, self._num_tokens, self._is_early = works, len(works), True
         return plan
 
-    def finish_fixed(self) -> None:
-        """Launch: keep what the step that was planned has given; it was launched as a whole."""
+    def finish_fixed(self, read_times: Callable[[], StageTimes] | None = None) -> None:
+        """Launch: keep what the step that was planned has given; it was launched as a whole.
+
+        Args:
+            read_times: see `EarlyDecode.finish_fixed`.
+        """
         assert self._early is not None, "a step was planned"
-        self._early.finish_fixed()
+        self._early.finish_fixed(read_times)
         self._states.commit(self._works)
 
     @property

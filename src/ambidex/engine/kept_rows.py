@@ -55,10 +55,8 @@ def why_no_early_steps(config: EngineConfig, settings: PolicySettings, kv: Mappi
     Args:
         kv: the KV cache as each tier keeps it.
     """
-    if settings.hybridgen_mode is HybridGenMode.PRE:
+    if settings.hybridgen_mode is HybridGenMode.PRE and settings.hybridgen_feedback is HybridGenFeedback.OFF:
         return "in mode pre the accelerator scores what it has selected itself"
-    if settings.hybridgen_feedback not in (None, HybridGenFeedback.OFF):
-        return "feedback keeps partial keys of each token"
     if config.dram_memory == 0:
         return "no rows are kept in host memory: `dram_memory` is 0"
     if len({tier.dtypes for tier in kv.values()}) != 1 or kv[Tier.DRAM].dtype.has_scales:

@@ -15,7 +15,8 @@ the form of steps that are launched op by op.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 
 import torch
 
@@ -32,6 +33,7 @@ from ambidex.attention.selective import SelectiveAttention
 from ambidex.core.errors import InternalError, LaneError
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.model_spec import ModelSpec
+from ambidex.core.selection import StageTimes
 from ambidex.core.step import ScheduledRequest
 from ambidex.kernels import api
 from ambidex.kernels.cpu.native import KeyBatch, ThreadPool
@@ -42,11 +44,16 @@ from ambidex.runner.early_answers import EarlyAnswers
 from ambidex.runner.fixed_step import Forward
 from ambidex.runner.input_batch import InputBatch
 from ambidex.storage.kv_pool import KVPool
+from ambidex.storage.lane_clock import LaneClock, Part, StepTimes
 from ambidex.storage.pinned import is_out_of_memory
 from ambidex.storage.step_watch import StepWatch
 from ambidex.storage.tiled_pool import TiledKVPool
 
 logger = logging.getLogger(__name__)
+
+
+_Form = tuple[int, bool]
+"""Rows of a step, and whether keys lie in DRAM: others launch other things."""
 
 
 class EarlySteps:
@@ -100,7 +107,11 @@ class EarlySteps:
         self._all_rows = torch.arange(max_rows, device=device)
         self._scores: dict[int, FixedScores] = {}
         self._handovers: dict[int, Handover] = {}
-        self._replays: dict[tuple[int, bool], Callable[[], None]] = {}
+        self._replays: dict[_Form, Callable[[], None]] = {}
+        self._clock = LaneClock() if selective.early.is_timed else None
+        self._times: StepTimes | None = None
+        """Of the last step, if it was timed."""
+        self._times_of: dict[_Form, StepTimes] = {}
 
     @property
     def dram_threads(self) -> ThreadPool | None:
@@ -110,6 +121,7 @@ class EarlySteps:
     def forget(self) -> None:
         """Weights were bound anew: what was captured is captured again at its next step. No step is under way."""
         self._replays.clear()
+        self._times_of.clear()
 
     def try_launch(self, requests: Sequence[ScheduledRequest]) -> LaunchedDecode | None:
         """See `FixedSteps`: the CPU has a part in each step, so none is sent behind another."""
@@ -136,7 +148,7 @@ class EarlySteps:
         is_replayed = self._run(num_rows, plan)
         if is_replayed is None:
             return None
-        self._selective.finish_fixed()
+        self._selective.finish_fixed(None if self._times is None else partial(self._read_times, self._times, num_rows))
         lane_bytes = self._lane_bytes(plan.far.first_layer)
         return DecodeOutput(
             logits=self._logits[:num],
@@ -158,13 +170,17 @@ class EarlySteps:
             self._give_up(num_rows, error)
             return None
         form = (num_rows, batches is not None)
+        self._times = None
         replay = self._replays.get(form)
         if replay is None and self._capture is not None:
             return False if self._try_capture(self._capture, form, host, plan, batches) else None
         try:
             if replay is None:
-                self._launch(num_rows, host, plan, batches)
+                self._times = self._new_times()
+                with self._timing(self._times):
+                    self._launch(num_rows, host, plan, batches)
             else:
+                self._times = self._times_of.get(form)
                 self._replay(replay, num_rows, host, plan, batches)
         except BaseException:
             self._break_off(host)
@@ -214,7 +230,7 @@ class EarlySteps:
     def _try_capture(
         self,
         capture: Capture,
-        form: tuple[int, bool],
+        form: _Form,
         host: EarlyAnswers,
         plan: FixedPlan,
         batches: Sequence[KeyBatch] | None,
@@ -228,7 +244,11 @@ class EarlySteps:
         try:
             self._rehearse(num_rows, host, plan)
             self._launch(num_rows, host, plan, batches)
-            self._replays[form] = capture(lambda: self._compute(num_rows, host, first_layer))
+            times = self._new_times()
+            with self._timing(times):
+                self._replays[form] = capture(lambda: self._compute(num_rows, host, first_layer))
+            if times is not None:
+                self._times_of[form] = times
         except (LaneError, InternalError, AssertionError):  # ours: another way would hide them
             self._break_off(host)
             raise
@@ -270,10 +290,27 @@ class EarlySteps:
             self._early.look_ahead,
             host.scores,
             first_layer=first_layer,
+            clock=self._clock,
         )
         logits = self._logits[:num_rows]
-        logits.copy_(self._model.logits(self._forward(self._model, batch, attention)))
+        with self._clock.span(Part.STEP) if self._clock is not None else nullcontext():
+            logits.copy_(self._model.logits(self._forward(self._model, batch, attention)))
         self._chosen[:num_rows].copy_(api.likeliest(logits))
+
+    def _new_times(self) -> StepTimes | None:
+        return None if self._clock is None else StepTimes(self._pools[Tier.GPU].device)
+
+    def _timing(self, times: StepTimes | None) -> AbstractContextManager[None]:
+        """Time the step that runs, or is captured, inside."""
+        return nullcontext() if self._clock is None or times is None else self._clock.timing(times)
+
+    def _read_times(self, times: StepTimes, num_rows: int) -> StageTimes:
+        """Of the last step, which had so many rows; waits for its end."""
+        found = times.read()
+        transfer_s = found[Lane.STREAM]
+        is_cuda = self._pools[Tier.GPU].device.type == "cuda"  # else it is left out of the accelerator's already
+        gpu_s = found[Lane.GPU] - (transfer_s if is_cuda else 0.0)
+        return StageTimes(gpu_s=max(0.0, gpu_s), cpu_s=self._scores[num_rows].cpu_s, transfer_s=transfer_s)
 
     def _layer_batches(self) -> list[KeyBatch] | None:
         """The CPU lane's keys of each layer; None if none lie in DRAM."""
@@ -291,6 +328,7 @@ class EarlySteps:
                 max_far=self._max_far,
                 dtype=pool.k.dtype,
                 device=pool.device,
+                clock=self._clock,
             )
         if has_keys and num_rows not in self._handovers:
             assert self._dram is not None, "a batch without a CPU lane has no keys in DRAM"

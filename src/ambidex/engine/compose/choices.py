@@ -477,7 +477,7 @@ def _choose_decode_form(
         if choice.name != "triton":
             return DecodeForm.ORDINARY, f"CUDA graphs need the Triton kernel of {op}: {choice.reason}"
     if is_early:
-        return DecodeForm.CAPTURED, "decode steps that choose by scores of all far keys are replayed as CUDA graphs"
+        return DecodeForm.CAPTURED, "decode steps in mode post are replayed as CUDA graphs"
     return DecodeForm.CAPTURED, "decode steps whose keys all lie on the GPU are replayed as CUDA graphs"
 
 
