@@ -72,8 +72,10 @@ def choose_scan(
             logger.warning("the GPU scans no keys in DRAM, decode is slower: the copy is not pinned: %s", why_no_lane)
     rule: ScanRule | ScanAlways = ScanAlways((min_scanned or MIN_SCANNED_BLOCKS) * kv.block_size)
     if stream.rates is not None and min_scanned is None:
+        link = stream.rates.link if stream.share > 0 else 0.0
         rule = ScanRule(
-            (stream.rates.link if stream.share > 0 else 0.0) + stream.rates.dram,
+            link + stream.rates.dram,
+            link=link,
             exact_bytes=kv.bytes_per_token_layer,
             scanned_bytes=kv.num_kv_heads * copy.key_bytes,
             kept_bytes=kv.num_kv_heads * copy.kept_bytes,
