@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -18,8 +19,10 @@ from ambidex.engine.compose.parts import (
     make_attention,
     make_bounded,
     make_decode_steps,
+    make_early_steps,
     make_feedback,
     make_tuner,
+    why_no_early_pools,
     with_policy,
 )
 from ambidex.engine.compose.report import collect_fallbacks, describe, find_pin_refusals
@@ -170,6 +173,12 @@ def build_engine(
     trace = trace_lanes(tracer, choices.device, copy)
     exact = make_attention(choices, pools, min_streamed, trace)
     attention = with_policy(config, choices, model, exact, host_memory, verify_every=verify_every)
+    early_steps = make_early_steps(config, choices, model, attention, forward, capture)
+    why_not = why_no_early_pools(attention)
+    if why_not is not None and choices.decode_form is not DecodeForm.ORDINARY:
+        why = f"steps of policy {config.policy} are launched op by op: {why_not}"
+        choices = replace(choices, decode_form=DecodeForm.ORDINARY, decode_form_why=why)
+    steps = early_steps or decode_steps
     fallbacks = collect_fallbacks(
         config, choices, pools, None if divided is None else divided.weights, find_pin_refusals(attention)
     )
@@ -180,9 +189,7 @@ def build_engine(
         copies=CopyEngine(pools, copy=trace.copy),
         device=choices.device,
         forward=forward,
-        decode_steps=decode_steps
-        if decode_steps is None or watch_decode is None
-        else WatchedSteps(decode_steps, watch_decode),
+        decode_steps=steps if steps is None or watch_decode is None else WatchedSteps(steps, watch_decode),
         torch_threads=TorchThreads(choices.num_threads)
         if choices.device.type == "cpu" and choices.threads is not None
         else None,
