@@ -31,7 +31,7 @@ from ambidex.engine.compose.cxl import CxlTier, choose_cxl
 from ambidex.engine.compose.sparsity import SparsityChoice, choose_sparsity
 from ambidex.engine.kept_rows import choose_kept_rows
 from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
-from ambidex.engine.lane_preset import streamed_share
+from ambidex.engine.lane_preset import most_streamed_share, streamed_share
 from ambidex.engine.memory import (
     FixedBytes,
     FreeMemory,
@@ -231,6 +231,7 @@ def make_choices(
             max_requests=most_requests(config),
             step_bytes=step_stream_bytes(config, free) if can_step_stream else 0,
             num_q_heads=spec.num_q_heads if can_step_stream and bounded.is_native else 0,
+            most_share=most_streamed_share(config),
         )
     buckets = decode_buckets(config) if form is DecodeForm.CAPTURED else ()
     rows, rows_why = choose_kept_rows(
