@@ -332,7 +332,7 @@ def _choose_weights(
     cut = partial(plan_sites, skeleton, chunk_bytes=ring.chunk_bytes, number_bytes=dtype.num_bytes)
     auto: AutoPlacement | None = None
     if config.placement == AUTO:
-        profile = profile or _read_profile(device)
+        profile = profile or read_machine_profile(device)
         num_parts = len(cut(Placement.all_on_gpu(spec.num_layers)))
         auto = solve_weights(
             config,
@@ -347,7 +347,7 @@ def _choose_weights(
                 ring=ring.num_slots * ring.chunk_bytes,
                 stream_blocks=stream_blocks,
             ),
-            residence=_find_residence(device, has_kinds=bool(kinds), is_whole=profile.gpu is None),
+            residence=find_residence(device, has_kinds=bool(kinds), is_whole=profile.gpu is None),
             kind=dummy_kind,
             mlp_reads=_find_reads(spec, sparsity, dtype),
         )
@@ -412,7 +412,7 @@ def _find_reads(spec: ModelSpec, sparsity: SparsityChoice | None, dtype: DType) 
     return expected_reads(spec, sparsity.sparsity, sparsity.profile, number_bytes=dtype.num_bytes)
 
 
-def _find_residence(device: torch.device, *, has_kinds: bool, is_whole: bool) -> Residence:
+def find_residence(device: torch.device, *, has_kinds: bool, is_whole: bool) -> Residence:
     """Which quantised matrices stay as they are stored."""
     if not has_kinds:
         return PLAIN
@@ -428,7 +428,7 @@ def _find_kinds_for_gpu(config: EngineConfig, spec: ModelSpec) -> dict[str, str]
     return {name: kind for name, kind in find_kept(spec).items() if kind in GPU_KINDS}
 
 
-def _read_profile(device: torch.device) -> HardwareProfile:
+def read_machine_profile(device: torch.device) -> HardwareProfile:
     """The profile of this machine.
 
     Raises:
