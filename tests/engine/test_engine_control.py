@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ambidex import LLM, SamplingParams
-from ambidex.attention.streamed import LaneBalance
+from ambidex.attention.lane_share import LaneBalance
 from ambidex.core.errors import ConfigError
-from ambidex.core.selection import ShareDecision
+from ambidex.core.selection import LaneTimes, ShareDecision, ShareSeen
 from ambidex.engine.compose.control import decision_json, open_control_trace, replay
 from tiny_engine import make_engine_folder
 
@@ -57,14 +57,19 @@ def test_trace_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert open_control_trace(None) is None
 
 
-def test_lanes_shares_are_decided_again() -> None:
+@pytest.mark.parametrize("times", [None, LaneTimes(step_s=0.02, link_s=0.05, dram_s=0.02)])
+def test_lanes_shares_are_decided_again(times: LaneTimes | None) -> None:
     """The CPU lane ends last below a share of 0.4, the stream lane's buffer holds 0.5."""
     told: list[ShareDecision] = []
     balance = LaneBalance(0.1, tell=told.append)
     for _ in range(40):
-        balance.update(1.0 if balance.share < 0.4 else 0.0, min(balance.share, 0.5))
+        share = balance.share
+        cpu_last = 1.0 if share < 0.4 else 0.0
+        balance.update(ShareSeen(cpu_last=cpu_last, asked=share, achieved=min(share, 0.5), times=times))
     lines = [json.dumps(decision_json(decision)) for decision in told]
     assert replay(lines) == (40, [])
     assert abs(told[-1].after.share - 0.4) < 0.05
-    changed = replace(told[5], cpu_last=1 - told[5].cpu_last)
+    cpu_last = told[5].seen.cpu_last
+    assert cpu_last is not None
+    changed = replace(told[5], seen=replace(told[5].seen, cpu_last=1 - cpu_last))
     assert len(replay([json.dumps(decision_json(changed))])[1]) == 1

@@ -1,7 +1,7 @@
 """`ControlTrace`: what controllers decided, a JSON line each; `replay` decides once more and says where it differs.
 
     {"kind": "selection", "before": …, "times": …, "limits": …, "after": …}      HybridGen's feedback (`sched.feedback`)
-    {"kind": "share", "before": …, "cpu_last": …, "achieved": …, "after": …}     stream lane (`attention.streamed`)
+    {"kind": "share", "before": …, "seen": …, "after": …}     stream lane and scan lane (`attention.lane_share`)
 
 Both are pure functions of what the line holds.
 """
@@ -13,14 +13,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ambidex.attention.streamed import next_share
+from ambidex.attention.lane_share import next_share
 from ambidex.core.errors import ConfigError
 from ambidex.core.policy import HybridGenMode
 from ambidex.core.selection import (
+    LaneTimes,
     SelectionDecision,
     SelectionLimits,
     SelectionSetting,
     ShareDecision,
+    ShareSeen,
     ShareState,
     StageTimes,
 )
@@ -85,7 +87,9 @@ def replay(lines: Iterable[str]) -> tuple[int, list[str]]:
 def _decide(line: Mapping[str, Any]) -> tuple[SelectionSetting | ShareState, SelectionSetting | ShareState]:
     """What a line says was decided, and what is decided now."""
     if line["kind"] == "share":
-        state = next_share(ShareState(**line["before"]), line["cpu_last"], line["achieved"])
+        seen = line["seen"]
+        times = None if seen["times"] is None else LaneTimes(**seen["times"])
+        state = next_share(ShareState(**line["before"]), ShareSeen(**{**seen, "times": times}))
         return ShareState(**line["after"]), state
     if line["kind"] != "selection":
         raise ValueError(f"its kind is {line['kind']!r}")

@@ -98,6 +98,7 @@ def make_decode_steps(
             stream_share=stream.share,
             stream_blocks=choices.stream.step_blocks if choices.stream is not None else 0,
             follows_lanes=config.stream_percent is None,
+            rates=stream.rates,
             weights=None if divided is None else divided.lanes,
             bounded=bounded,
             scan_rule=scan.rule,
