@@ -26,6 +26,7 @@ from ambidex.engine.compose.parts import (
     with_policy,
 )
 from ambidex.engine.compose.report import collect_fallbacks, describe, find_pin_refusals
+from ambidex.engine.compose.run_plan import expect_steps
 from ambidex.engine.compose.sessions import find_identity, make_sessions
 from ambidex.engine.compose.weights import Progress, load_model
 from ambidex.engine.core import EngineCore
@@ -223,6 +224,15 @@ def build_engine(
         else TracedCore(scheduler=scheduler, executor=executor, tracer=tracer, kv_bytes=kv_bytes, after_step=after_step)
     )
     core.stats.fallbacks.update(fallbacks.counts)
+    expected = expect_steps(
+        config,
+        choices,
+        divided,
+        stream_share=stream.share,
+        kv_bytes=_bytes_of(choices, choices.memory.num_blocks),
+        profile=profile,
+        dummy_kind=dummy_kind,
+    )
     return Engine(
         core=core,
         text=TextSide(
@@ -237,7 +247,13 @@ def build_engine(
         ),
         guides=GuideCompiler(tokenizer, vocab_size=choices.spec.vocab_size, eos_ids=eos_ids),
         report=describe(
-            config, choices, pools, divided, stream=(stream.share, explain_stream(stream, scan)), fallbacks=fallbacks
+            config,
+            choices,
+            pools,
+            divided,
+            stream=(stream.share, explain_stream(stream, scan)),
+            fallbacks=fallbacks,
+            plan=expected.plan,
         ),
         figures=EngineFigures(
             spec=choices.spec,
@@ -260,7 +276,7 @@ def build_engine(
         sessions=sessions,
         neuron_figures=None if divided is None else divided.neuron_figures,
         end_runner=runner.close,
-        predict_step=choices.weights.auto.predict_step_s if choices.weights.auto is not None else None,
+        predict_step=expected.predict_step,
         tuner=tuner,
     )
 
