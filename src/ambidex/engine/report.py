@@ -8,6 +8,7 @@ from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVSpec
 from ambidex.core.ledger import MemoryLedger
 from ambidex.core.model_spec import ModelSpec
+from ambidex.engine.run_plan import RunPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +23,13 @@ class ReportRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
-    """All facts about a built engine, in the order in which they are shown."""
+    """All facts about a built engine, in the order in which they are shown.
+
+    `plan` is what lies where and how long steps should take, None where all weights and keys lie on the accelerator.
+    """
 
     facts: tuple[ReportRow, ...]
+    plan: RunPlan | None = None
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """(section, name, value, why) of each fact."""

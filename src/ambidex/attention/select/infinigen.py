@@ -80,6 +80,11 @@ class Predicting(Selector):
         if self._partial is not None:  # else they are the prompt's, which it is shown with the queries
             self._partial = self._partial.append(k)
 
+    def first_missing(self, num_keys: int) -> int:
+        del num_keys
+        assert self._partial is not None, "the prompt comes before the answer"
+        return self._partial.num_keys
+
     def see_prompt(self, rows: PromptRows) -> None:
         first = -self._num_seen % self._every
         self._num_seen += len(rows.q)

@@ -39,6 +39,7 @@ from ambidex.models.weight_moves import CopyChunk, WeightMoves
 from ambidex.runner.capture import Capture
 from ambidex.runner.decode import DecodeForm, FixedSteps
 from ambidex.runner.device import TORCH_DTYPES, activation_dtype
+from ambidex.runner.early_steps import EarlySteps
 from ambidex.runner.graphs import DecodeSteps
 from ambidex.runner.programs import ProgramSteps
 from ambidex.runner.runner import Forward
@@ -86,6 +87,8 @@ def make_decode_steps(
         )
     if choices.decode_form is DecodeForm.ORDINARY or pools[Tier.GPU].num_blocks == 0:
         return None
+    if choices.policy.settings.name is PolicyName.HYBRIDGEN:  # its steps are made with its attention
+        return None
     return DecodeSteps(
         model=model,
         spec=choices.spec,
@@ -107,6 +110,50 @@ def make_decode_steps(
             tell=tell,
         ),
     )
+
+
+def make_early_steps(
+    config: EngineConfig,
+    choices: Choices,
+    model: CausalLM,
+    attention: TieredAttention | SelectiveAttention,
+    forward: Forward,
+    capture: Callable[[], Capture],
+) -> EarlySteps | None:
+    """HybridGen's decode steps of fixed form; None: another policy, or they are launched op by op; see
+    `why_no_early_pools`."""
+    rows, max_rows = choices.rows, most_requests(config)
+    is_fixed = choices.decode_form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
+    if not is_fixed or not isinstance(attention, SelectiveAttention) or attention.early is None:
+        return None
+    if why_no_early_pools(attention) is not None:
+        return None
+    assert rows is not None, "HybridGen's fast form keeps rows"
+    assert choices.memory.max_kept_rows is not None, "likewise"
+    return EarlySteps(
+        model=model,
+        spec=choices.spec,
+        forward=forward,
+        pools=attention.pools,
+        selective=attention,
+        buckets=decode_buckets(config),
+        max_context_len=choices.memory.max_context_len,
+        max_far=min(
+            rows.max_fixed_keys(max_rows, config.max_context_len or choices.spec.max_context_len),
+            choices.memory.max_kept_rows,
+        ),
+        capture=capture() if choices.decode_form is DecodeForm.CAPTURED else None,
+    )
+
+
+def why_no_early_pools(attention: TieredAttention | SelectiveAttention) -> str | None:
+    """Why HybridGen's decode steps have no fixed form, although they might have; None: nothing is against it."""
+    early = attention.early if isinstance(attention, SelectiveAttention) else None
+    if early is None:
+        return None
+    if early.pin_refusal is not None:
+        return f"the accelerator cannot read scores in host memory, which are not pinned: {early.pin_refusal}"
+    return "no K and V lie on the accelerator" if attention.pools[Tier.GPU].num_blocks == 0 else None
 
 
 def make_tuner(

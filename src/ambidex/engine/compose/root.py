@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -18,11 +19,14 @@ from ambidex.engine.compose.parts import (
     make_attention,
     make_bounded,
     make_decode_steps,
+    make_early_steps,
     make_feedback,
     make_tuner,
+    why_no_early_pools,
     with_policy,
 )
 from ambidex.engine.compose.report import collect_fallbacks, describe, find_pin_refusals
+from ambidex.engine.compose.run_plan import expect_steps
 from ambidex.engine.compose.sessions import find_identity, make_sessions
 from ambidex.engine.compose.weights import Progress, load_model
 from ambidex.engine.core import EngineCore
@@ -170,6 +174,12 @@ def build_engine(
     trace = trace_lanes(tracer, choices.device, copy)
     exact = make_attention(choices, pools, min_streamed, trace)
     attention = with_policy(config, choices, model, exact, host_memory, verify_every=verify_every)
+    early_steps = make_early_steps(config, choices, model, attention, forward, capture)
+    why_not = why_no_early_pools(attention)
+    if why_not is not None and choices.decode_form is not DecodeForm.ORDINARY:
+        why = f"steps of policy {config.policy} are launched op by op: {why_not}"
+        choices = replace(choices, decode_form=DecodeForm.ORDINARY, decode_form_why=why)
+    steps = early_steps or decode_steps
     fallbacks = collect_fallbacks(
         config, choices, pools, None if divided is None else divided.weights, find_pin_refusals(attention)
     )
@@ -180,9 +190,7 @@ def build_engine(
         copies=CopyEngine(pools, copy=trace.copy),
         device=choices.device,
         forward=forward,
-        decode_steps=decode_steps
-        if decode_steps is None or watch_decode is None
-        else WatchedSteps(decode_steps, watch_decode),
+        decode_steps=steps if steps is None or watch_decode is None else WatchedSteps(steps, watch_decode),
         torch_threads=TorchThreads(choices.num_threads)
         if choices.device.type == "cpu" and choices.threads is not None
         else None,
@@ -216,6 +224,15 @@ def build_engine(
         else TracedCore(scheduler=scheduler, executor=executor, tracer=tracer, kv_bytes=kv_bytes, after_step=after_step)
     )
     core.stats.fallbacks.update(fallbacks.counts)
+    expected = expect_steps(
+        config,
+        choices,
+        divided,
+        stream_share=stream.share,
+        kv_bytes=_bytes_of(choices, choices.memory.num_blocks),
+        profile=profile,
+        dummy_kind=dummy_kind,
+    )
     return Engine(
         core=core,
         text=TextSide(
@@ -230,7 +247,13 @@ def build_engine(
         ),
         guides=GuideCompiler(tokenizer, vocab_size=choices.spec.vocab_size, eos_ids=eos_ids),
         report=describe(
-            config, choices, pools, divided, stream=(stream.share, explain_stream(stream, scan)), fallbacks=fallbacks
+            config,
+            choices,
+            pools,
+            divided,
+            stream=(stream.share, explain_stream(stream, scan)),
+            fallbacks=fallbacks,
+            plan=expected.plan,
         ),
         figures=EngineFigures(
             spec=choices.spec,
@@ -253,7 +276,7 @@ def build_engine(
         sessions=sessions,
         neuron_figures=None if divided is None else divided.neuron_figures,
         end_runner=runner.close,
-        predict_step=choices.weights.auto.predict_step_s if choices.weights.auto is not None else None,
+        predict_step=expected.predict_step,
         tuner=tuner,
     )
 
