@@ -9,11 +9,12 @@ from ambidex.engine.report import ReportRow
 
 
 def policy_rows(
-    policy: ChosenPolicy, bounded: BoundedForm, *, max_kept_rows: int | None, rows_why: str
+    policy: ChosenPolicy, bounded: BoundedForm, *, max_kept_rows: int | None, rows_why: str, is_fixed: bool = False
 ) -> Iterator[ReportRow]:
     """Which keys decode steps attend, and what that costs.
 
     Args:
+        is_fixed: decode steps have a fixed form.
         max_kept_rows: tokens of which the policy can keep rows beside the blocks; None: it keeps none; and why.
     """
     settings = policy.settings
@@ -24,6 +25,8 @@ def policy_rows(
         why = f"decode steps attend all keys, those in DRAM {lane}; weights in DRAM travel in every step"
     elif settings.is_exact:
         why = "decode steps attend all keys"
+    elif settings.name is PolicyName.HYBRIDGEN and is_fixed:
+        why = "decode steps attend near keys and the far ones that scores made a layer ahead put first"
     elif settings.name is PolicyName.BOUNDED:
         why = bounded.why
     if policy.why:
