@@ -176,6 +176,7 @@ class StreamBuffers:
         max_requests: int = 0,
         step_bytes: int = 0,
         num_q_heads: int = 0,
+        most_share: float = STEP_MOST_SHARE,
     ) -> "StreamBuffers":
         """Buffers for contexts of at most `max_context_len` tokens over a pool of DRAM.
 
@@ -183,8 +184,9 @@ class StreamBuffers:
             max_requests: of a decode step.
             step_bytes: that its buffers may take.
             num_q_heads: of a model whose decode steps scan keys over the link; 0: they do not.
+            most_share: of a context's blocks that decode steps stream at most.
         """
-        most_blocks = math.ceil(STEP_MOST_SHARE * kv.num_blocks(max_context_len)) * max_requests
+        most_blocks = math.ceil(most_share * kv.num_blocks(max_context_len)) * max_requests
         row_bytes = 2 * kv.num_kv_heads * kv.head_dim * number_bytes * kv.block_size
         of_rows = row_bytes if kv.dtype.has_scales else 0
         fitting = step_bytes // (STEP_BUFFERS * kv.bytes_per_token_layer * kv.block_size + of_rows)

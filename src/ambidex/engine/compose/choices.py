@@ -31,7 +31,7 @@ from ambidex.engine.compose.cxl import CxlTier, choose_cxl
 from ambidex.engine.compose.sparsity import SparsityChoice, choose_sparsity
 from ambidex.engine.kept_rows import choose_kept_rows, why_no_early_steps
 from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
-from ambidex.engine.lane_preset import streamed_share
+from ambidex.engine.lane_preset import most_streamed_share, streamed_share
 from ambidex.engine.memory import (
     FixedBytes,
     FreeMemory,
@@ -237,6 +237,7 @@ def make_choices(
             max_requests=most_requests(config),
             step_bytes=step_stream_bytes(config, free) if can_step_stream else 0,
             num_q_heads=spec.num_q_heads if can_step_stream and bounded.is_native else 0,
+            most_share=most_streamed_share(config),
         )
     buckets = decode_buckets(config) if form is DecodeForm.CAPTURED else ()
     rows, rows_why = choose_kept_rows(
@@ -345,7 +346,7 @@ def _choose_weights(
     cut = partial(plan_sites, skeleton, chunk_bytes=ring.chunk_bytes, number_bytes=dtype.num_bytes)
     auto: AutoPlacement | None = None
     if config.placement == AUTO:
-        profile = profile or _read_profile(device)
+        profile = profile or read_machine_profile(device)
         num_parts = len(cut(Placement.all_on_gpu(spec.num_layers)))
         auto = solve_weights(
             config,
@@ -360,7 +361,7 @@ def _choose_weights(
                 ring=ring.num_slots * ring.chunk_bytes,
                 stream_blocks=stream_blocks,
             ),
-            residence=_find_residence(device, has_kinds=bool(kinds), is_whole=profile.gpu is None),
+            residence=find_residence(device, has_kinds=bool(kinds), is_whole=profile.gpu is None),
             kind=dummy_kind,
             mlp_reads=_find_reads(spec, sparsity, dtype),
         )
@@ -425,7 +426,7 @@ def _find_reads(spec: ModelSpec, sparsity: SparsityChoice | None, dtype: DType) 
     return expected_reads(spec, sparsity.sparsity, sparsity.profile, number_bytes=dtype.num_bytes)
 
 
-def _find_residence(device: torch.device, *, has_kinds: bool, is_whole: bool) -> Residence:
+def find_residence(device: torch.device, *, has_kinds: bool, is_whole: bool) -> Residence:
     """Which quantised matrices stay as they are stored."""
     if not has_kinds:
         return PLAIN
@@ -441,7 +442,7 @@ def _find_kinds_for_gpu(config: EngineConfig, spec: ModelSpec) -> dict[str, str]
     return {name: kind for name, kind in find_kept(spec).items() if kind in GPU_KINDS}
 
 
-def _read_profile(device: torch.device) -> HardwareProfile:
+def read_machine_profile(device: torch.device) -> HardwareProfile:
     """The profile of this machine.
 
     Raises:

@@ -25,12 +25,12 @@ from ambidex.core.kv_spec import KVOrder
 from ambidex.core.policy import HybridGenFeedback, PolicyName
 from ambidex.core.selection import SelectionLimits, SelectionSetting
 from ambidex.engine.compose.choices import Choices, decode_buckets
-from ambidex.engine.compose.control import Decision
 from ambidex.engine.compose.lanes import ScanChoice, StreamChoice
 from ambidex.engine.compose.weights import Divided
 from ambidex.engine.memory import most_requests
 from ambidex.engine.tuned_world import EngineWorld, FixedMemory
 from ambidex.engine.weight_tuner import WeightTuner
+from ambidex.formats.control_trace import Decision
 from ambidex.kernels.cpu.bounded import BoundedPool
 from ambidex.kernels.cpu.native import AttentionPool
 from ambidex.models.base import CausalLM
@@ -225,7 +225,12 @@ def make_feedback(choices: Choices, tell: Callable[[Decision], None] | None) -> 
 
 
 def make_bounded(
-    config: EngineConfig, choices: Choices, pools: Mapping[Tier, KVPool], min_scanned: int | None
+    config: EngineConfig,
+    choices: Choices,
+    pools: Mapping[Tier, KVPool],
+    min_scanned: int | None,
+    *,
+    verify_every: int = CHOICES_PER_VERIFIED,
 ) -> BoundedScan | None:
     """The bounded policy in its native form; None: another policy, the reference form, or no pool that it reads."""
     settings = choices.policy.settings
@@ -235,7 +240,7 @@ def make_bounded(
     assert settings.max_dropped_mass is not None, "settings of bounded"
     native_pool = BoundedPool(choices.threads)
     near_tier = None if choices.decode_form is DecodeForm.PROGRAM else Tier.GPU
-    check = ScanCheck(choices.spec, pools, every=CHOICES_PER_VERIFIED, near_tier=near_tier)
+    check = ScanCheck(choices.spec, pools, every=verify_every, near_tier=near_tier)
     return BoundedScan(
         choices.spec,
         {tier: ScanCopy(pool, native_pool) for tier, pool in tiled.items()},
@@ -323,7 +328,13 @@ def _pacing(pool: KVPool, wrap: Callable[[Tier, Reader], Reader] | None) -> Call
 
 
 def with_policy(
-    config: EngineConfig, choices: Choices, model: CausalLM, exact: TieredAttention, host_memory: HostMemory
+    config: EngineConfig,
+    choices: Choices,
+    model: CausalLM,
+    exact: TieredAttention,
+    host_memory: HostMemory,
+    *,
+    verify_every: int = CHOICES_PER_VERIFIED,
 ) -> TieredAttention | SelectiveAttention:
     """Attention whose keys a policy chooses; with `exact` the very object that attends all.
 
@@ -372,5 +383,5 @@ def with_policy(
         look_ahead=look_ahead,
         early=early,
         row_store=row_store if choices.device.type == "cuda" else None,
-        verify_every=CHOICES_PER_VERIFIED if config.verify else 0,
+        verify_every=verify_every if config.verify else 0,
     )
