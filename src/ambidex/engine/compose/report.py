@@ -31,6 +31,7 @@ from ambidex.kernels.cpu import native
 from ambidex.kernels.dispatch import find_fallbacks
 from ambidex.models.divided import DividedWeights
 from ambidex.models.quantized import describe_kept
+from ambidex.runner.decode import DecodeForm
 from ambidex.storage.kv_pool import KVPool
 
 
@@ -153,6 +154,7 @@ def describe(
                 max_kept_rows=choices.memory.max_kept_rows,
                 rows_why=choices.rows_why,
                 max_predicted=choices.memory.max_predicted,
+                is_fixed=choices.decode_form in (DecodeForm.FIXED, DecodeForm.CAPTURED),
             ),
             ReportRow(section="compute", name="stream_share", value=f"{stream[0]:.2f} of keys in DRAM", why=stream[1]),
         ],
