@@ -1,5 +1,5 @@
-"""What leaving out neurons costs on this machine, measured when an engine starts: seconds a row of each form, and the
-rate of whole places at a share of active neurons."""
+"""What leaving out neurons costs on this machine: seconds a row of each form, by its profile or measured when an engine
+starts, and the rate of whole places at a share of active neurons."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ambidex.core.units import MIB
+from ambidex.hw.profile import Curve, NeuronRates
 from ambidex.mlp.cuts import SiteShape
 from ambidex.mlp.parts import Part
 from ambidex.mlp.rates import TOKENS
@@ -23,6 +24,31 @@ _PROBE_BYTES: Final = 256 * MIB
 _NUM_PROBES: Final = 3
 NO_COSTS: Final = FormCosts(bags={}, union={}, dense={})
 """Nothing was measured: all is dense."""
+
+
+def costs_of(rates: NeuronRates, row_bytes: int) -> FormCosts:
+    """Seconds a row of each form, by what `ambidex calibrate` has measured of other weights.
+
+    Args:
+        row_bytes: of a row of the last matrix.
+    """
+    bags, union, dense = (_per_row(curve, row_bytes) for curve in (rates.bags, rates.union, rates.dense))
+    return FormCosts(bags=bags, union=union, dense=dense)
+
+
+def screen_costs_of(rates: NeuronRates, row_bytes: int) -> ScreenCosts:
+    """The same of looking at 8-bit copies, and of doing without.
+
+    Args:
+        row_bytes: of a row of the first matrix.
+    """
+    plain, screen, candidate = (_per_row(curve, row_bytes) for curve in (rates.plain, rates.screen, rates.candidate))
+    return ScreenCosts(plain=plain, screen=screen, candidate=candidate)
+
+
+def _per_row(curve: Curve, row_bytes: int) -> dict[int, float]:
+    return {num_tokens: row_bytes * seconds for num_tokens, seconds in curve.points}
+
 
 Place = tuple[SiteShape, Sequence[Part], Screen | None]
 """Neurons that the CPU multiplies, and the copy of their first rows."""

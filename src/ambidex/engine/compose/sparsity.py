@@ -74,13 +74,14 @@ def set_masks(model: CausalLM, choice: SparsityChoice) -> None:
 
 
 def sparsity_rows(
-    choice: SparsityChoice | None, costs: FormCosts | None, screens: ScreenCosts | None
+    choice: SparsityChoice | None, costs: FormCosts | None, screens: ScreenCosts | None, *, how: str
 ) -> list[ReportRow]:
     """What became of it, for people.
 
     Args:
         costs: of the forms on the CPU; None: it has no part of an MLP.
         screens: of looking at 8-bit copies first; None: there are none.
+        how: they were got.
     """
     if choice is None:
         return [ReportRow(section="compute", name="mlp_sparsity", value="off", why="every neuron is computed")]
@@ -96,7 +97,7 @@ def sparsity_rows(
         return [ReportRow(section="compute", name="mlp_sparsity", value=value, why=known)]
     crossed = ", ".join(f"{100 * share:.0f} % at {num}" for num, share in costs.crossovers().items())
     value = f"{choice.sparsity}, {effect}; the CPU reads columns of active neurons, the GPU all"
-    why = f"{known}; measured: dense above {crossed or 'nothing'} tokens"
+    why = f"{known}; {how}: dense above {crossed or 'nothing'} tokens"
     if screens is not None:
         shares = ", ".join(f"{100 * screens.most_candidates(num):.0f} % at {num}" for num in screens.plain)
         value += "; rows in front of it are screened by 8-bit copies"
