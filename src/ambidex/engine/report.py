@@ -67,7 +67,7 @@ class EngineFigures:
     """What a built engine is, in numbers, for those that compute with them; the report says it to people.
 
     `device` is torch's name of the accelerator, `dtype` the format of weights (but of those that
-    are kept quantised), `kv` the cache as each tier keeps it.
+    are kept quantised), `kv` the cache as each tier keeps it. `scans_keys`: the bounded policy has its native form.
     """
 
     spec: ModelSpec
@@ -78,3 +78,4 @@ class EngineFigures:
     kv: Mapping[Tier, KVSpec]
     num_blocks: Mapping[Tier, int]
     ledger: MemoryLedger
+    scans_keys: bool = False

@@ -235,6 +235,7 @@ class StepLanes:
             if self._scan_balance is not None:
                 seen = ShareSeen(cpu_last=cpu_last, asked=batch.scan_share, achieved=batch.streamed_share)
                 batch.scan_share = self._scan_balance.update(seen)
+            self._ended = self._rule_follows(batch.num_dram_keys)
             return
         if self._balance is not None:
             self._ended = self._share_follows(self._balance, cpu_last)
@@ -252,6 +253,15 @@ class StepLanes:
             if times is not None or cpu_last is not None:
                 seen = ShareSeen(cpu_last=cpu_last, asked=asked, achieved=achieved, times=times)
                 batch.stream_share = balance.update(seen)
+
+        return follow
+
+    def _rule_follows(self, num_keys: int) -> Callable[[float | None], None]:
+        """The same of a step that scanned so many keys."""
+
+        def follow(step_s: float | None) -> None:
+            if step_s is not None:
+                self._scan_rule.note_time(step_s / self._spec.num_layers, num_keys)
 
         return follow
 

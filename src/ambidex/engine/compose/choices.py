@@ -29,7 +29,7 @@ from ambidex.engine.chosen_policy import ChosenPolicy, choose_policy
 from ambidex.engine.compose.crossovers import Crossovers, find_crossovers, read_machine_profile
 from ambidex.engine.compose.cxl import CxlTier, choose_cxl
 from ambidex.engine.compose.sparsity import SparsityChoice, choose_sparsity
-from ambidex.engine.kept_rows import choose_kept_rows
+from ambidex.engine.kept_rows import choose_kept_rows, why_no_early_steps
 from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
 from ambidex.engine.lane_preset import most_streamed_share, streamed_share
 from ambidex.engine.memory import (
@@ -208,12 +208,18 @@ def make_choices(
     has_row_ops = is_cuda or form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
     kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
     bounded = choose_bounded_form(config, kv.specs, why_ordinary=form_why if form is DecodeForm.ORDINARY else None)
-    if not config.policy.attends_all and not bounded.is_native:
+    is_early = config.policy is PolicyName.HYBRIDGEN
+    if is_early and form in (DecodeForm.FIXED, DecodeForm.CAPTURED):
+        why_not = why_no_early_steps(config, chosen.settings, kv.specs)
+        if why_not is not None:
+            form, form_why = DecodeForm.ORDINARY, f"steps of policy {config.policy} are launched op by op: {why_not}"
+    elif not config.policy.attends_all and not bounded.is_native:
         form, form_why = decode_form or DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
     activations = activation_dtype(dtype, device)
     free = _free_memory(device, cxl)
     can_step_stream = (
         form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
+        and not is_early
         and _may_stream(config, kv, is_bounded=bounded.is_native)
         and why_no_stream(spec, kv.specs) is None
     )
@@ -235,7 +241,13 @@ def make_choices(
         )
     buckets = decode_buckets(config) if form is DecodeForm.CAPTURED else ()
     rows, rows_why = choose_kept_rows(
-        config, spec, chosen.settings, kv.specs, is_native=bounded.is_native, is_cuda=is_cuda
+        config,
+        spec,
+        chosen.settings,
+        kv.specs,
+        is_native=bounded.is_native,
+        is_cuda=is_cuda,
+        is_fixed=form in (DecodeForm.FIXED, DecodeForm.CAPTURED),
     )
     fixed = fixed_bytes(config, spec, activations=activations, graph_buckets=buckets, stream=stream, rows=rows)
     weights = _choose_weights(
@@ -247,6 +259,8 @@ def make_choices(
     )  # fmt: skip
     if weights.placement is not None:
         check_placement(config, looks_ahead=Need.LOOK_AHEAD in policy.needs, placement=weights.placement)
+        if is_early and form in (DecodeForm.FIXED, DecodeForm.CAPTURED):
+            form, form_why = DecodeForm.ORDINARY, "steps of policy hybridgen are launched op by op: weights lie in DRAM"
 
     def plan(tier: CxlTier) -> MemoryPlan:
         return plan_memory(
@@ -433,21 +447,26 @@ def _choose_decode_form(
     config: EngineConfig, spec: ModelSpec, device: torch.device, threads: ThreadPool | None
 ) -> tuple[DecodeForm, str]:
     """How decode steps run, and the reason."""
-    if not config.policy.attends_all and config.policy is not PolicyName.BOUNDED:
+    is_early = config.policy is PolicyName.HYBRIDGEN
+    if not config.policy.attends_all and config.policy is not PolicyName.BOUNDED and not is_early:
         return DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
     if spec.alibi_slopes is not None:
         return DecodeForm.ORDINARY, "attention with slopes (alibi) has no other form"
     if config.graphs is Graphs.OFF:
         return DecodeForm.ORDINARY, "graphs are off"
+    if device.type != "cuda" and is_early:
+        return DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
     if device.type != "cuda":
         order, why = choose_host_order(config.block_size, threads is not None)
         if order is not KVOrder.TILES:
             return DecodeForm.ORDINARY, why
         return DecodeForm.PROGRAM, "decode steps are replayed as native programs"
-    for op in ("attend_paged", "rotate_and_store"):
+    for op in ("attend_paged", "rotate_and_store", *(("attend_early",) if is_early else ())):
         choice = choose(op, device.type)
         if choice.name != "triton":
             return DecodeForm.ORDINARY, f"CUDA graphs need the Triton kernel of {op}: {choice.reason}"
+    if is_early:
+        return DecodeForm.CAPTURED, "decode steps in mode post are replayed as CUDA graphs"
     return DecodeForm.CAPTURED, "decode steps whose keys all lie on the GPU are replayed as CUDA graphs"
 
 

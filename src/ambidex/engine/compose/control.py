@@ -1,34 +1,22 @@
-"""`ControlTrace`: what controllers decided, a JSON line each; `replay` decides once more and says where it differs.
+"""`ControlTrace`: what controllers decided, a JSON line each (`formats/control_trace.py`); `replay` decides once more
+and says where it differs.
 
-    {"kind": "selection", "before": …, "times": …, "limits": …, "after": …}      HybridGen's feedback (`sched.feedback`)
-    {"kind": "share", "before": …, "seen": …, "after": …}     stream lane and scan lane (`attention.lane_share`)
-
-Both are pure functions of what the line holds.
+HybridGen's feedback (`sched.feedback`) and the balance of lanes (`attention.lane_share`) are pure functions of what a
+line holds.
 """
 
 import json
 import weakref
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 from ambidex.attention.lane_share import next_share
 from ambidex.core.errors import ConfigError
-from ambidex.core.policy import HybridGenMode
-from ambidex.core.selection import (
-    LaneTimes,
-    SelectionDecision,
-    SelectionLimits,
-    SelectionSetting,
-    ShareDecision,
-    ShareSeen,
-    ShareState,
-    StageTimes,
-)
+from ambidex.core.selection import SelectionDecision, SelectionSetting, ShareState
+from ambidex.formats.control_trace import MAX_LINE_BYTES, Decision, decision_json, parse_decision
 from ambidex.sched.feedback import next_setting
-
-Decision = SelectionDecision | ShareDecision
 
 
 class ControlTrace:
@@ -51,6 +39,31 @@ class ControlTrace:
         self._file.write(json.dumps(decision_json(decision), allow_nan=False) + "\n")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A line whose decision comes out otherwise now."""
+
+    line: int
+    recorded: SelectionSetting | ShareState
+    decided: SelectionSetting | ShareState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """A trace decided once more: how many decisions there are of HybridGen's feedback and of the balance of lanes, and
+    where it comes out otherwise: how often, and the first time."""
+
+    num_selections: int
+    num_shares: int
+    num_different: int = 0
+    first: Difference | None = None
+
+    @property
+    def num_decisions(self) -> int:
+        """Of both kinds."""
+        return self.num_selections + self.num_shares
+
+
 def open_control_trace(name: str | None) -> ControlTrace | None:
     """The trace of a setting, if there is one.
 
@@ -60,47 +73,58 @@ def open_control_trace(name: str | None) -> ControlTrace | None:
     return None if name is None else ControlTrace(name)
 
 
-def decision_json(decision: Decision) -> dict[str, Any]:
-    """A decision as JSON has it."""
-    return {"kind": "selection" if isinstance(decision, SelectionDecision) else "share", **asdict(decision)}
+def replay_file(name: str | Path) -> Replay:
+    """Decide each line of a file once more.
+
+    Raises:
+        ConfigError: it cannot be read, holds no decision, or a line is none of a control trace.
+    """
+    try:
+        with Path(name).open("rb") as file:
+            found = replay(_read_lines(file))
+    except OSError as error:
+        raise ConfigError(f"control trace {name} cannot be read: {error.strerror or error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"control trace {name}, {error}") from error
+    if not found.num_decisions:
+        raise ConfigError(
+            f"control trace {name} holds no decision: `control_trace` writes those of hybridgen with "
+            f"`hybridgen_feedback`, and of a GPU's stream lane beside the CPU"
+        )
+    return found
 
 
-def replay(lines: Iterable[str]) -> tuple[int, list[str]]:
+def replay(lines: Iterable[bytes]) -> Replay:
     """Decide each line of a trace once more.
 
-    Returns:
-        How many lines there are, and for each that comes out otherwise a sentence.
     Raises:
         ConfigError: a line is none of a control trace.
     """
-    number, differing = 0, []
+    num_selections, num_shares, num_different, first = 0, 0, 0, None
     for number, line in enumerate(lines, 1):
         try:
-            recorded, decided = _decide(json.loads(line))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"line {number} is none of a control trace: {type(error).__name__} {error}") from None
-        if recorded != decided:
-            differing.append(f"line {number}: recorded {recorded}, decided now {decided}")
-    return number, differing
+            decision = parse_decision(line)
+        except ConfigError as error:
+            raise ConfigError(f"line {number} is none of a control trace: {error}") from error
+        decided = _decide(decision)
+        if isinstance(decision, SelectionDecision):
+            num_selections += 1
+        else:
+            num_shares += 1
+        if decided != decision.after:
+            num_different += 1
+            first = first or Difference(line=number, recorded=decision.after, decided=decided)
+    return Replay(num_selections=num_selections, num_shares=num_shares, num_different=num_different, first=first)
 
 
-def _decide(line: Mapping[str, Any]) -> tuple[SelectionSetting | ShareState, SelectionSetting | ShareState]:
-    """What a line says was decided, and what is decided now."""
-    if line["kind"] == "share":
-        seen = line["seen"]
-        times = None if seen["times"] is None else LaneTimes(**seen["times"])
-        state = next_share(ShareState(**line["before"]), ShareSeen(**{**seen, "times": times}))
-        return ShareState(**line["after"]), state
-    if line["kind"] != "selection":
-        raise ValueError(f"its kind is {line['kind']!r}")
-    decided = next_setting(
-        _setting(line["before"]), StageTimes(**line["times"]), SelectionLimits(**line["limits"])
-    )  # fmt: skip
-    return _setting(line["after"]), decided
+def _read_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Lines of a file, none read further than is needed to see that it is too long."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        yield line
 
 
-def _setting(value: Mapping[str, Any]) -> SelectionSetting:
-    times = value["times"]
-    return SelectionSetting(
-        **{**value, "mode": HybridGenMode(value["mode"]), "times": None if times is None else StageTimes(**times)}
-    )
+def _decide(decision: Decision) -> SelectionSetting | ShareState:
+    """What is decided now."""
+    if isinstance(decision, SelectionDecision):
+        return next_setting(decision.before, decision.times, decision.limits)
+    return next_share(decision.before, decision.seen)
