@@ -12,6 +12,7 @@ from ambidex.core.units import MIB
 from ambidex.hw.profile import Curve, NeuronRates
 from ambidex.mlp.cuts import SiteShape
 from ambidex.mlp.parts import Part
+from ambidex.mlp.predictor import Predictor
 from ambidex.mlp.rates import TOKENS
 from ambidex.mlp.screen import Screen
 from ambidex.mlp.sparse_side import Form, FormCosts, ScreenCosts, SparseContext, SparseSide
@@ -113,14 +114,24 @@ def measure_screens(places: Sequence[Place], context: SparseContext) -> ScreenCo
     return ScreenCosts(plain=plain, screen=screen_s, candidate=candidate)
 
 
-def sparse_rates(places: Sequence[Place], context: SparseContext, *, active_share: float) -> dict[int, float]:
+def sparse_rates(
+    places: Sequence[Place],
+    context: SparseContext,
+    *,
+    active_share: float,
+    predictors: Sequence[Predictor | None] | None = None,
+) -> dict[int, float]:
     """Bytes of weights a second, counted as if all were read, by tokens of a step, at a share of active neurons.
 
     Args:
         active_share: of the neurons, for a token, as a profile has it.
+        predictors: of each place; None: there are none.
     """
     some = _take(places)
-    sides = [SparseSide(shape, parts, context, screen=screen) for shape, parts, screen in some]
+    sides = [
+        SparseSide(shape, parts, context, screen=screen, predictor=predictor)
+        for (shape, parts, screen), predictor in zip(some, predictors or [None] * len(places), strict=False)
+    ]
     num_bytes = sum(part.num_bytes for _, parts, _ in some for part in parts)
     rates: dict[int, float] = {}
     for num_tokens in TOKENS:

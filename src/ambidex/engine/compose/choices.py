@@ -70,6 +70,7 @@ from ambidex.models.site_plans import (
     DividedBytes,
     RingSizes,
     count_bytes,
+    count_predictors,
     count_screens,
     measure_weights,
     most_moved_pairs,
@@ -398,6 +399,8 @@ def _choose_weights(
     parts = count_bytes(plans, ring, dtype.num_bytes)
     screens_rows = sparsity is not None and sparsity.sparsity.kind is SparsityKind.RELU_SCREENED
     screens = count_screens(plans) if screens_rows else 0
+    if sparsity is not None and sparsity.predictor is not None:
+        screens += count_predictors(plans, sparsity.predictor.ranks, dtype.num_bytes)
     pairs, moving = 0, 0
     if config.neuron_cache is not NeuronCache.OFF:
         pairs, moving = most_moved_pairs(plans, config.neuron_move_memory, dtype.num_bytes)

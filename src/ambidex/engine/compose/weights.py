@@ -65,6 +65,8 @@ class Divided:
             num_rows_read=counts.num_rows_read,
             num_screened=counts.num_screened,
             num_candidates=counts.num_candidates,
+            num_checked=counts.num_checked,
+            num_found=counts.num_found,
             cache=None if self.cache is None else self.cache.figures(),
         )
 
@@ -142,7 +144,9 @@ def load_model(
             reads = expected_reads(
                 choices.spec, choices.sparsity.sparsity, choices.sparsity.profile, number_bytes=choices.dtype.num_bytes
             )
-            found = sparse_rates(divided.host_neurons(), sparse, active_share=share)
+            found = sparse_rates(
+                divided.host_neurons(), sparse, active_share=share, predictors=divided.host_predictors()
+            )
             rates = replace(rates, cpu=found, reads=reads.at(1))
             sparse.counts = SparsityCounts()
         sizes_in_dram = choices.weights.parts
@@ -194,6 +198,8 @@ def _make_sparse(choices: Choices, divided: DividedWeights, linear: LinearContex
     measured now with these weights; None: there are none."""
     if choices.sparsity is not None and choices.sparsity.sparsity.kind is SparsityKind.RELU_SCREENED:
         divided.make_screens()
+    if choices.sparsity is not None and choices.sparsity.predictor is not None:
+        divided.make_predictors(choices.sparsity.predictor)
     places = divided.host_neurons() if choices.sparsity is not None else []
     if not places:
         return None
