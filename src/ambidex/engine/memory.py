@@ -55,11 +55,13 @@ class FixedBytes:
     streamed: int
     near_rows: int = 0
     """What a policy keeps there of K and V beside the blocks."""
+    hot: int = 0
+    """Buffers through which copies of hot blocks come."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.workspace + self.graphs + self.streamed + self.near_rows
+        return self.workspace + self.graphs + self.streamed + self.near_rows + self.hot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,7 @@ def fixed_bytes(
     graph_buckets: Sequence[int] = (),
     stream: StreamBuffers | None = None,
     rows: KeptRows | None = None,
+    hot: int = 0,
 ) -> FixedBytes:
     """What the accelerator's budget pays before weights and KV.
 
@@ -98,6 +101,7 @@ def fixed_bytes(
         graph_buckets: rows of the decode steps that are captured as graphs; empty: none are.
         stream: buffers of the stream lane; None: there is none.
         rows: what a policy keeps of K and V beside the blocks; None: nothing.
+        hot: bytes of the buffers for copies of hot blocks.
     """
     most_rows, max_context_len = most_requests(config), _wanted_context_len(config, spec)
     workspace = workspace_bytes(
@@ -112,6 +116,7 @@ def fixed_bytes(
         graphs=graph_bytes(spec, graph_buckets, num_bytes=activations.num_bytes),
         streamed=stream.num_bytes if stream is not None else 0,
         near_rows=rows.gpu_bytes(most_rows, max_context_len) if rows is not None else 0,
+        hot=hot,
     )
 
 
@@ -170,6 +175,7 @@ def plan_memory(
     if gpu_blocks < 0 or gpu_budget < taken:
         ring = f", weights on their way {format_size(weights.ring)}" if weights.ring else ""
         near = f", near rows of `policy` {config.policy} {format_size(fixed.near_rows)}" if fixed.near_rows else ""
+        near += f", buffers for hot blocks {format_size(fixed.hot)}" if fixed.hot else ""
         raise ConfigError(
             f"`gpu_memory` {format_size(gpu_budget)} is too small: weights take {format_size(weights.on_gpu)}{ring}, "
             f"workspace {format_size(fixed.workspace)}, stream buffers {format_size(fixed.streamed)}, CUDA graphs "
@@ -215,6 +221,7 @@ def plan_memory(
         ("graphs", fixed.graphs),
         ("stream", fixed.streamed),
         ("near rows", fixed.near_rows),
+        ("hot blocks", fixed.hot),
     ):
         if num_bytes:
             ledger.take(Tier.GPU, owner, num_bytes)

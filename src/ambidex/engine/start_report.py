@@ -34,6 +34,7 @@ def make_report(
     memory: MemoryPlan,
     pools: Mapping[Tier, PoolFacts],
     fallbacks: Sequence[ReportRow],
+    more_kv: Sequence[ReportRow] = (),
     cxl: Sequence[ReportRow] = (),
 ) -> EngineReport:
     """All facts, in the order in which they are shown.
@@ -41,9 +42,10 @@ def make_report(
     Args:
         compute: what computes, and how.
         fallbacks: what the engine does without.
+        more_kv: of the KV cache.
         cxl: where K and V in host memory lie, if not all in DRAM.
     """
-    rows = [*_model_rows(model_name, spec), *compute, *_kv_rows(config, kv, memory, pools)]
+    rows = [*_model_rows(model_name, spec), *compute, *_kv_rows(config, kv, memory, pools), *more_kv]
     for tier, pool in pools.items():
         rows += _tier_rows(config, tier, pool, memory)
     rows += cxl

@@ -28,6 +28,7 @@ from ambidex.engine.auto_placement import AUTO, AutoPlacement, Budgets, solve_we
 from ambidex.engine.bounded_form import BoundedForm, choose_bounded_form
 from ambidex.engine.chosen_policy import ChosenPolicy, choose_policy
 from ambidex.engine.compose.cxl import CxlTier, choose_cxl
+from ambidex.engine.compose.hot import find_no_hot, staging_bytes
 from ambidex.engine.compose.sparsity import SparsityChoice, choose_sparsity
 from ambidex.engine.kept_rows import choose_kept_rows
 from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
@@ -110,6 +111,7 @@ class Choices:
     decode_form_why: str
     policy: ChosenPolicy
     bounded: BoundedForm
+    why_no_hot: str | None
     stream: StreamBuffers | None
     rows: KeptRows | None
     rows_why: str
@@ -236,7 +238,11 @@ def make_choices(
     rows, rows_why = choose_kept_rows(
         config, spec, chosen.settings, kv.specs, is_native=bounded.is_native, is_cuda=is_cuda
     )
-    fixed = fixed_bytes(config, spec, activations=activations, graph_buckets=buckets, stream=stream, rows=rows)
+    why_no_hot = find_no_hot(config, form, bounded)
+    fixed = fixed_bytes(
+        config, spec, activations=activations, graph_buckets=buckets, stream=stream, rows=rows,
+        hot=staging_bytes(kv.specs) if why_no_hot is None and is_cuda else 0,
+    )  # fmt: skip
     weights = _choose_weights(
         config, spec, skeleton, dtype, device, kv, keeps_quantized=keeps, free=free, fixed=fixed, ring=weight_ring,
         profile=profile,
@@ -276,6 +282,7 @@ def make_choices(
         decode_form_why=form_why,
         policy=chosen,
         bounded=bounded,
+        why_no_hot=why_no_hot,
         stream=stream,
         rows=rows,
         rows_why=rows_why,

@@ -2,8 +2,9 @@
 
     {"kind": "selection", "before": …, "times": …, "limits": …, "after": …}      HybridGen's feedback (`sched.feedback`)
     {"kind": "share", "before": …, "cpu_last": …, "achieved": …, "after": …}     stream lane (`attention.streamed`)
+    {"kind": "hot", "before": …, "look": …, "after": …}                          hot blocks (`sched.hot`)
 
-Both are pure functions of what the line holds.
+All are pure functions of what the line holds. There a block is "dram 7", by its tier and its id.
 """
 
 import json
@@ -15,6 +16,8 @@ from typing import Any
 
 from ambidex.attention.streamed import next_share
 from ambidex.core.errors import ConfigError
+from ambidex.core.hot import BlockScore, HotDecision, HotLook, HotState
+from ambidex.core.ids import BlockId, Tier
 from ambidex.core.policy import HybridGenMode
 from ambidex.core.selection import (
     SelectionDecision,
@@ -24,9 +27,12 @@ from ambidex.core.selection import (
     ShareState,
     StageTimes,
 )
+from ambidex.core.step import BlockRef
 from ambidex.sched.feedback import next_setting
+from ambidex.sched.hot import next_hot
 
-Decision = SelectionDecision | ShareDecision
+Decision = SelectionDecision | ShareDecision | HotDecision
+Outcome = SelectionSetting | ShareState | HotState
 
 
 class ControlTrace:
@@ -60,6 +66,8 @@ def open_control_trace(name: str | None) -> ControlTrace | None:
 
 def decision_json(decision: Decision) -> dict[str, Any]:
     """A decision as JSON has it."""
+    if isinstance(decision, HotDecision):
+        return _hot_json(decision)
     return {"kind": "selection" if isinstance(decision, SelectionDecision) else "share", **asdict(decision)}
 
 
@@ -82,8 +90,11 @@ def replay(lines: Iterable[str]) -> tuple[int, list[str]]:
     return number, differing
 
 
-def _decide(line: Mapping[str, Any]) -> tuple[SelectionSetting | ShareState, SelectionSetting | ShareState]:
+def _decide(line: Mapping[str, Any]) -> tuple[Outcome, Outcome]:
     """What a line says was decided, and what is decided now."""
+    if line["kind"] == "hot":
+        look = {**line["look"], "kept": tuple((_block(name), num) for name, num in line["look"]["kept"].items())}
+        return _hot_state(line["after"]), next_hot(_hot_state(line["before"]), HotLook(**look))
     if line["kind"] == "share":
         state = next_share(ShareState(**line["before"]), line["cpu_last"], line["achieved"])
         return ShareState(**line["after"]), state
@@ -100,3 +111,31 @@ def _setting(value: Mapping[str, Any]) -> SelectionSetting:
     return SelectionSetting(
         **{**value, "mode": HybridGenMode(value["mode"]), "times": None if times is None else StageTimes(**times)}
     )
+
+
+def _hot_json(decision: HotDecision) -> dict[str, Any]:
+    look = asdict(decision.look)
+    look["kept"] = {_name(block): num for block, num in decision.look.kept}
+    before, after = (
+        {
+            **asdict(state),
+            "scores": [[_name(item.block), item.score, item.num_looks] for item in state.scores],
+            "wanted": [_name(block) for block in state.wanted],
+        }
+        for state in (decision.before, decision.after)
+    )
+    return {"kind": "hot", "before": before, "look": look, "after": after}
+
+
+def _hot_state(value: Mapping[str, Any]) -> HotState:
+    scores = tuple(BlockScore(block=_block(name), score=score, num_looks=num) for name, score, num in value["scores"])
+    return HotState(**{**value, "scores": scores, "wanted": tuple(map(_block, value["wanted"]))})
+
+
+def _name(block: BlockRef) -> str:
+    return f"{block.tier} {block.block_id}"
+
+
+def _block(name: str) -> BlockRef:
+    tier, block_id = name.split()
+    return BlockRef(Tier(tier), BlockId(int(block_id)))
