@@ -1,6 +1,6 @@
 #!/bin/sh
-# The comparison of all methods on a GPU machine, in the shapes of HybridGen's tables, what matters most first: half an hour
-# on an H200 by estimate (the stages up to the batches took nine minutes). Random weights whose scores spread as
+# The comparison of all methods on a GPU machine, in the shapes of HybridGen's tables, what matters most first: some
+# twenty-five minutes on an H200 by estimate. Random weights whose scores spread as
 # docs/comparison.md says; sink and recent window on the GPU, the rest in DRAM.
 #
 #   bench/compare_h200.sh REPORT SCRATCH [SECONDS]
@@ -40,35 +40,37 @@ compare() { # NAME MAX_CONTEXT_LEN FLAG…
     --predict 32 --rounds 1 --steps 12 --cell-timeout 120 "$@")
 }
 one="--batch 1 --budgets 1280 --max-running-requests 1"
+many="--budgets 20480 --max-running-requests 16 --dram-memory 30GiB"
 full=exact,flexgen,moe_lightning,bounded,hybridgen
+chosen=exact,bounded,hybridgen # what exact answers counts for flexgen and moe_lightning, which attend all keys, too
+rows=streaming_llm,quest,infinigen
+sums=h2o,qinfer_windows,keyformer
 small=llama-3.2-1b,llama-3.2-3b,qwen2.5-1.5b,qwen2.5-14b
 opt=opt-1.3b,opt-2.7b,opt-6.7b,opt-13b
 all=2K,4K,8K,16K,32K
 
-# shellcheck disable=SC2086  # $one is several words
+# shellcheck disable=SC2086  # $one and $many are several words
 {
   stage "peers" "$python" "$repo/bench/peers/compare.py" --report "$report" --shape llama-3.1-8b --contexts 2048,16384 \
     --steps 24 --wait 2 --timeout 300 --scratch "$scratch" \
     --variants gpu-ambidex-exact,gpu-transformers-offloaded,gpu-transformers-dynamic
   compare "lengths, speed" 33024 $one --only speed --models llama-3.1-8b --contexts $all --policies $full
-  compare "lengths, quality" 33024 $one --only quality --models llama-3.1-8b --contexts $all --policies $full
-  compare "batches" 2048 --batch 4,8,16 --budgets 20480 --max-running-requests 16 --dram-memory 30GiB --only speed \
-    --models opt-13b --contexts 1920 --policies $full
+  compare "lengths, quality" 33024 $one --only quality --models llama-3.1-8b --contexts $all --policies $chosen
+  compare "batches" 2048 $many --batch 4,8,16 --only speed --models opt-13b --contexts 1920 --policies $full
+  compare "lengths, others" 33024 $one --only speed --models llama-3.1-8b --contexts $all --policies $rows
+  compare "lengths, others, quality" 33024 $one --only quality --models llama-3.1-8b --contexts 4K,16K,32K --policies $rows
+  # These add up each prompt's probabilities, which takes four times as long at twice the length.
+  compare "lengths, adding up" 16640 $one --only speed --models llama-3.1-8b --contexts 2K,4K,8K,16K --policies $sums
+  compare "lengths, adding up, quality" 16640 $one --only quality --models llama-3.1-8b --contexts 4K,16K --policies $sums
+  compare "lengths, Qwen" 33024 $one --only speed --models qwen2.5-7b --contexts $all --policies $full,$rows
+  compare "lengths, Qwen, quality" 33024 $one --only quality --models qwen2.5-7b --contexts $all --policies $chosen
   compare "sizes" 2304 $one --only speed --models $small --contexts 2K --policies $full
   compare "sizes of OPT" 2048 $one --only speed --models $opt --contexts 1920 --policies $full
-  compare "lengths, Qwen" 33024 $one --only speed --models qwen2.5-7b --contexts $all --policies $full
-  compare "lengths, others" 33024 $one --only speed,quality --models llama-3.1-8b --contexts $all \
-    --policies streaming_llm,quest,infinigen
-  # These add up each prompt's probabilities, which takes four times as long at twice the length.
-  compare "lengths, adding up" 16640 $one --only speed,quality --models llama-3.1-8b --contexts 2K,4K,8K,16K \
-    --policies h2o,qinfer_windows,keyformer
+  compare "sizes, others" 2304 $one --only speed --models $small --contexts 2K --policies $rows,$sums
+  compare "sizes of OPT, others" 2048 $one --only speed --models $opt --contexts 1920 --policies $rows,$sums
   compare "timelines" 8448 $one --only timeline --models llama-3.1-8b --contexts 8K --policies exact,moe_lightning,hybridgen
-  compare "lengths, Qwen, quality" 33024 $one --only quality --models qwen2.5-7b --contexts $all --policies $full
-  compare "lengths, Qwen, others" 33024 $one --only speed,quality --models qwen2.5-7b --contexts $all \
-    --policies streaming_llm,quest,infinigen
-  others=streaming_llm,quest,infinigen,h2o,qinfer_windows,keyformer
-  compare "sizes, others" 2304 $one --only speed --models $small --contexts 2K --policies $others
+  compare "lengths, Qwen, adding up" 16640 $one --only speed --models qwen2.5-7b --contexts 2K,4K,8K,16K --policies $sums
   stage "peers, half the weights" "$python" "$repo/bench/peers/compare.py" --report "$report" --shape llama-3.1-8b \
     --contexts 2048 --steps 16 --wait 2 --timeout 300 --scratch "$scratch" --variants gpu-ambidex-half-weights,gpu-accelerate
-  compare "sizes of OPT, others" 2048 $one --only speed --models $opt --contexts 1920 --policies $others
+  compare "batches, others" 2048 $many --batch 16 --only speed --models opt-13b --contexts 1920 --policies $rows,$sums
 }

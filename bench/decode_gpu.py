@@ -68,6 +68,12 @@ SHAPES: Final[Mapping[str, Mapping[str, object]]] = {
         "word_embed_proj_dim": 4096, "do_layer_norm_before": True, "activation_function": "relu",
         "tie_word_embeddings": True,
     },
+    "opt-13b": {
+        "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 5120, "ffn_dim": 20480,
+        "num_hidden_layers": 40, "num_attention_heads": 40, "vocab_size": 50272, "max_position_embeddings": 2048,
+        "word_embed_proj_dim": 5120, "do_layer_norm_before": True, "activation_function": "relu",
+        "tie_word_embeddings": True,
+    },
     "opt-30b": {
         "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 7168, "ffn_dim": 28672,
         "num_hidden_layers": 48, "num_attention_heads": 56, "vocab_size": 50272, "max_position_embeddings": 2048,

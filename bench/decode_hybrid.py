@@ -41,6 +41,7 @@ from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.runner.decode import DecodeForm
+from ambidex.runner.graphs import DecodeSteps
 from ambidex.runner.input_batch import InputBatch
 from ambidex.runner.runner import call_model
 from harness import Quantiles, append_record, environment, significant
@@ -63,11 +64,17 @@ class RandomPrompts:
         self._is_filled = False
 
     def __call__(self, model: CausalLM, batch: InputBatch, attention: AttentionOp) -> Tensor:
-        if not isinstance(attention, TieredAttention):
+        has_prompts = isinstance(attention, TieredAttention) or (
+            isinstance(attention, SelectiveAttention) and attention.has_prompts
+        )
+        if not has_prompts:
             return call_model(model, batch, attention)
+        assert isinstance(attention, TieredAttention | SelectiveAttention), "others have no prompts"
         if not self._is_filled:
             self._is_filled = True
             fill_pools(attention, key_std=self._key_std)
+        if isinstance(attention, SelectiveAttention):
+            attention.skip_prompts()
         dtype = next(model.parameters()).dtype
         return torch.zeros(len(batch.token_ids), self._width, dtype=dtype, device=batch.token_ids.device)
 
@@ -167,8 +174,8 @@ def parse_options() -> tuple[decode_gpu.Options, argparse.Namespace]:
     parser.add_argument("--kv-dtype", type=KVDTypeChoice, choices=list(KVDTypeChoice), default=KVDTypeChoice.AUTO,
                         help="number format of K and V in DRAM")  # fmt: skip
     parser.add_argument("--stream-percent", type=int, help="of keys in DRAM, for the stream lane; default: measured")
-    parser.add_argument("--policy", type=PolicyName, choices=[PolicyName.EXACT, PolicyName.BOUNDED],
-                        default=PolicyName.EXACT, help="which keys are attended")  # fmt: skip
+    parser.add_argument("--policy", type=PolicyName, default=PolicyName.EXACT, help="which keys are attended",
+                        choices=[PolicyName.EXACT, PolicyName.BOUNDED, PolicyName.HYBRIDGEN])  # fmt: skip
     parser.add_argument("--max-dropped-mass", type=float, default=0.01, help="of each softmax, with bounded")
     parser.add_argument("--score-spread", type=float, help="standard deviation of scores in nats, of a normal "
                         "distribution; default: that of dummy weights, 1.6 with llama-3.1-8b")  # fmt: skip
@@ -217,7 +224,8 @@ def make_config(folder: str, options: decode_gpu.Options, args: argparse.Namespa
     if args.policy is PolicyName.BOUNDED:
         block_bytes += scan_bytes_per_block(kv)
     num_blocks = -(-num_tokens // decode_gpu.BLOCK_SIZE)
-    return dataclasses.replace(config, dram_memory=num_blocks * block_bytes)
+    kept = kept_row_bytes(options, num_tokens + batch * near) if args.policy is PolicyName.HYBRIDGEN else 0
+    return dataclasses.replace(config, dram_memory=num_blocks * block_bytes + kept)
 
 
 def kept_row_bytes(options: decode_gpu.Options, num_tokens: int) -> int:
@@ -252,6 +260,8 @@ class CpuLane:
         assert steps is not None, "there is no GPU tier, or graphs are off"
         self._steps = steps
         self._threads = steps.dram_threads
+        self.is_alone = isinstance(steps, DecodeSteps)
+        """It has nothing but keys to attend; HybridGen has it score keys, too."""
 
     @property
     def num_threads(self) -> int:
@@ -320,7 +330,7 @@ def measure(
         decode_gpu.step(engine, point)
         seconds.append(time.perf_counter() - start)
     read = {
-        name: (engine.stats.lane_bytes[name] - before[name]) // options.steps
+        name: (engine.stats.lane_bytes[name] - before.get(name, 0)) // options.steps
         for name in (Lane.GPU, Lane.CPU, Lane.STREAM)
     }
     step_s = Quantiles.of(seconds)
@@ -328,7 +338,7 @@ def measure(
     cpu_s = (read[Lane.CPU] + read[Lane.STREAM]) / dram.median
     both_s = (read[Lane.CPU] + read[Lane.STREAM]) / max(dram.median, both.median)
     is_split = read[Lane.CPU] > 0
-    lane_s = lane.layers_s(point.batch) if is_split else None
+    lane_s = lane.layers_s(point.batch) if is_split and lane.is_alone else None
     chosen = engine.stats.selection
     figures = {
         "selection": dataclasses.asdict(chosen) if chosen is not None else None,

@@ -1,7 +1,7 @@
 """How fast is decode when the weights do not fit into GPU memory, against what the memories and the link allow?
 
     .venv/bin/python bench/decode_weights.py --placement ours                # OPT-30B's shape, 24 GiB of GPU memory
-    .venv/bin/python bench/decode_weights.py --placement ours,layer_split,streamed --batches 64,8,1
+    .venv/bin/python bench/decode_weights.py --placement ours,layer_split,streamed,flexgen --batches 64,8,1 --blocks 1,2
     .venv/bin/python bench/decode_weights.py --shape llama-2-70b --kind Q4_0 --gpu-memory 16GiB --batches 16,8,1 \
         --prefill 1024
     .venv/bin/python bench/decode_weights.py --shape llama-2-70b --kind Q4_0 --gpu-memory 16GiB --batches 8,1 \
@@ -20,8 +20,16 @@ in this engine:
     ours         what the engine does by itself: the rest is divided between CPU and link, by rates measured at start
     auto         what the solver finds with this machine's profile (run `ambidex calibrate` first)
     layer_split  whole layers on the GPU or on the CPU, one after the other (llama.cpp's -ngl)
-    streamed     the rest of the weights travels to the GPU in every step (FlexGen's streaming)
+    streamed     the rest of the weights travels to the GPU in every step; keys in DRAM are shared as ours are
+    flexgen      FlexGen's streaming (--policy flexgen): weights and keys that lie in DRAM travel, for several batches
+                 at once (below)
     cpu          all weights that can be divided are multiplied by the CPU
+    gpu          all weights and keys on the GPU, whatever --gpu-memory says: what more memory would bring
+
+FlexGen's zig-zag computes a layer for some batches, its block, before the next layer's weights come (arXiv:2303.06865,
+section 4.2). Here a step multiplies each chunk of weights with the tokens of the whole block, once: as many bytes
+travel, and no ring has to hold a layer. --blocks 1,4 measures flexgen with blocks of 1 and of 4 batches; tokens/s are
+of all requests of the block, so those of 4 are a throughput that the batch alone does not have.
 
 With --sparsity the model has an activation pattern as in real OPT (bench/activation_pattern.py), and each batch is
 measured once for each form of --mlp-sparsity, with --neuron-cache behind a +: off is the dense division of the same
@@ -44,7 +52,7 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,15 +67,23 @@ from ambidex.bench.links import measure_rates
 from ambidex.calibrate.cpu import make_buffer
 from ambidex.calibrate.gpu import measure_beside
 from ambidex.core.config import DeviceKind, DTypeChoice, LoadFormat
+from ambidex.core.dtypes import DType
 from ambidex.core.errors import AmbidexError, ConfigError
 from ambidex.core.ids import Lane, Tier
+from ambidex.core.kv_spec import StreamBuffers
+from ambidex.core.model_spec import ModelSpec
 from ambidex.core.placement import LayerPlacement, Placement, WeightSizes, WeightSplit
+from ambidex.core.policy import PolicyName
 from ambidex.core.sparsity import NeuronCache, NeuronFigures, parse_sparsity
 from ambidex.core.step import make_buckets
 from ambidex.core.units import MIB, parse_size
+from ambidex.cost.units import kv_specs
 from ambidex.cost.workload import KVShares
+from ambidex.cost.workspace import STEP_STREAM_SHARE
 from ambidex.engine.compose import build_engine, default_num_threads
 from ambidex.engine.engine import Engine
+from ambidex.engine.lane_preset import most_streamed_share
+from ambidex.engine.memory import fixed_bytes, most_requests
 from ambidex.engine.weights_plan import chunk_bytes_for, fill_placement
 from ambidex.formats.locate import find_model
 from ambidex.formats.spec import read_spec
@@ -118,21 +134,28 @@ class Run:
     batch: int
     context: int
     variant: Variant = DENSE
+    num_batches: int = 1
+    """That `batch` consists of: FlexGen's block."""
 
     def __str__(self) -> str:
-        return f"{self.placement}, {self.batch} x {self.context}, {self.variant}"
+        block = "" if self.num_batches == 1 else f" (a block of {self.num_batches} x {self.batch // self.num_batches})"
+        return f"{self.placement}, {self.batch} x {self.context}{block}, {self.variant}"
 
     def record(self) -> dict[str, Any]:
         """For a JSON record."""
         return {
-            "placement": self.placement, "batch": self.batch, "context": self.context, "sparsity": str(self.variant),
+            "placement": self.placement, "batch": self.batch, "num_batches": self.num_batches, "context": self.context,
+            "sparsity": str(self.variant),
         }  # fmt: skip
 
 
 NUM_WARMUP_STEPS: Final = 3
 """The first compiles and captures, the second is the first replay."""
 PROFILE_NAME: Final = "neurons.npz"
-PLACEMENTS: Final = ("ours", "auto", "layer_split", "streamed", "cpu")
+FLEXGEN: Final = "flexgen"
+BASELINES: Final = ("layer_split", "streamed", "cpu")
+"""Whose placement is made here; the engine has rules for the others."""
+PLACEMENTS: Final = ("ours", "auto", FLEXGEN, "gpu", *BASELINES)
 BLOCK_SIZE: Final = 16
 DRAM_BYTES: Final = 1024 * MIB
 """That threads read while copies run."""
@@ -140,8 +163,8 @@ MOST_KV_SHARE: Final = 0.35
 """Of the GPU budget, for keys and values: where all of them would leave nothing for weights, older ones lie in DRAM."""
 DRAM_SLACK_BYTES: Final = 256 * MIB
 """Of DRAM's budget, for what is rounded."""
-ALLOWANCE_BYTES: Final = 1536 * MIB
-"""Of the GPU budget, for workspace and graphs, where the placement is made here."""
+GPU_SLACK_BYTES: Final = 64 * MIB
+"""The same of the GPU budget, where the placement is made here: a part of a place is aligned to 256 bytes."""
 
 
 def main() -> int:
@@ -189,13 +212,21 @@ def measure(args: argparse.Namespace, device: torch.device, rates: FloorRates, p
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), args)
         pattern = make_pattern(Path(folder)) if args.sparsity != [DENSE] else None
-        for placement, batch, variant in itertools.product(args.placement, args.batches, args.sparsity):
-            run = Run(placement=placement, batch=batch, context=args.context, variant=variant)
+        for run in make_runs(args):
             points.append(try_batch(Path(folder), run, args, device, rates, pattern, memory))
             forget_engine(device)
         if args.prefill:
             prefill = Run(placement=args.placement[0], batch=1, context=args.prefill)
             points.append(try_batch(Path(folder), prefill, args, device, rates, pattern, memory))
+
+
+def make_runs(args: argparse.Namespace) -> list[Run]:
+    """What is measured, in this order: the same batches with each placement, FlexGen's once for each size of block."""
+    return [
+        Run(placement=placement, batch=batch * num, context=args.context, variant=variant, num_batches=num)
+        for placement, batch, variant in itertools.product(args.placement, args.batches, args.sparsity)
+        for num in (args.blocks if placement == FLEXGEN else (1,))
+    ]
 
 
 def make_record(
@@ -207,7 +238,7 @@ def make_record(
         "settings": {"shape": args.shape, "layers": args.layers, "dtype": args.dtype.value, "kind": args.kind,
                      "context": args.context,
                      "placement": args.placement, "gpu_memory": args.gpu_memory, "steps": args.steps,
-                     "sparsity": [str(variant) for variant in args.sparsity],
+                     "sparsity": [str(variant) for variant in args.sparsity], "blocks": args.blocks,
                      "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
                      "block_size": BLOCK_SIZE, "chunk": args.chunk, "kv_gpu_percent": args.kv_gpu_percent,
                      "prompts": "not computed: random K and V", "prefill": args.prefill,
@@ -300,6 +331,7 @@ def parse_args() -> argparse.Namespace:
                         "the shape must be an OPT, unless it is off alone")  # fmt: skip
     parser.add_argument("--gpu-memory", type=parse_size, default="24GiB", help="budget of the GPU")
     parser.add_argument("--batches", default="1,8,64", help="requests of a step, in this order")
+    parser.add_argument("--blocks", default="1", help="flexgen: batches that share a pass over weights: 1,4")
     parser.add_argument("--context", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--steps", type=int, default=12, help="measured steps of each batch")
     parser.add_argument("--chunk", type=int, default=1024, help="tokens of a prefill step")
@@ -318,12 +350,15 @@ def parse_args() -> argparse.Namespace:
     if unknown := set(args.placement) - set(PLACEMENTS):
         parser.error(f"--placement {', '.join(sorted(unknown))}: there are {', '.join(PLACEMENTS)}")
     args.chunk = max(args.chunk, args.prefill)
-    try:
-        args.batches = [int(word) for word in args.batches.split(",")]
-    except ValueError:
-        parser.error(f"--batches {args.batches!r} are not numbers such as 1,8,64")
-    if min(*args.batches, args.steps, args.context, args.chunk) < 1 or not 0 <= args.kv_gpu_percent <= 100:
-        parser.error("--batches, --steps, --context and --chunk must be at least 1, --kv-gpu-percent 0 to 100")
+    for name in ("batches", "blocks"):
+        words = getattr(args, name)
+        try:
+            setattr(args, name, [int(word) for word in words.split(",")])
+        except ValueError:
+            parser.error(f"--{name} {words!r} are not numbers such as 1,8,64")
+    least = min(*args.batches, *args.blocks, args.steps, args.context, args.chunk)
+    if least < 1 or not 0 <= args.kv_gpu_percent <= 100:
+        parser.error("--batches, --blocks, --steps, --context, --chunk must be at least 1, --kv-gpu-percent 0 to 100")
     return args
 
 
@@ -447,19 +482,37 @@ def measure_prefill(engine: Engine, prompts: PromptsOnDemand, num_tokens: int) -
 def make_config(folder: Path, run: Run, args: argparse.Namespace) -> EngineConfig:
     """An engine whose tiers hold the batch, with the weights where the placement says."""
     batch, variant = run.batch, run.variant
-    longest = longest_context(run, args)
     tokens = batch * num_blocks(run, args) * BLOCK_SIZE
     spec = read_spec(find_model(str(folder)))
     kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * (-(-spec.head_dim // 32) * 32) * number_bytes(args)
-    near = min(tokens * args.kv_gpu_percent // 100, int(MOST_KV_SHARE * args.gpu_memory) // kv_bytes)
     dtype = torch.float32 if args.dtype is DTypeChoice.FP32 else torch.bfloat16
     model = build_model(spec, device=torch.device("meta"), dtype=dtype)
     linears = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)]
     sizes = measure_weights(model, dtype.itemsize, kinds=dict.fromkeys(linears, args.kind) if args.kind else {})
+    config = EngineConfig(
+        model=str(folder),
+        device=args.device,
+        dtype=args.dtype,
+        load_format=LoadFormat.DUMMY,
+        block_size=BLOCK_SIZE,
+        max_context_len=longest_context(run, args),
+        max_tokens_per_step=args.chunk,
+        max_running_requests=batch,
+        gpu_memory=args.gpu_memory,
+        prefix_cache_percent=0,
+        policy=PolicyName.FLEXGEN if run.placement == FLEXGEN else PolicyName.EXACT,
+    )
     ring = 4 * chunk_bytes_for(args.gpu_memory)
-    left = args.gpu_memory - near * kv_bytes - ALLOWANCE_BYTES - ring - sizes.whole
+    beside = bytes_beside(config, spec, args) + ring + sizes.whole + GPU_SLACK_BYTES
+    divided = sum(sizes.attention) + sum(sizes.mlp) + sizes.head
+    if run.placement == "gpu":
+        config = replace(config, gpu_memory=beside + divided + (tokens + batch * BLOCK_SIZE) * kv_bytes, dram_memory=0)
+    assert config.gpu_memory is not None, "it is set above"
+    near = min(tokens * args.kv_gpu_percent // 100, int(MOST_KV_SHARE * args.gpu_memory) // kv_bytes)
+    near = tokens if run.placement == "gpu" else near
+    left = config.gpu_memory - near * kv_bytes - beside
     path: Path | str | None = "auto" if run.placement == "auto" else None
-    if run.placement not in ("ours", "auto"):
+    if run.placement in BASELINES:
         placement = make_placement(run.placement, sizes, left)
         path = folder / "placement.json"
         content = placement_json(placement, KVShares())
@@ -470,28 +523,40 @@ def make_config(folder: Path, run: Run, args: argparse.Namespace) -> EngineConfi
         window = max(BLOCK_SIZE, near // batch - 4 * BLOCK_SIZE)
         settings = {"num_sink_tokens": BLOCK_SIZE, "recent_window": window}
         settings["dram_memory"] = dram_bytes(run, sizes, left) + (tokens - near + batch * BLOCK_SIZE) * kv_bytes
-    if args.device is DeviceKind.CPU and run.placement == "ours":  # to try the script: nothing else divides weights
+    elif run.placement == FLEXGEN:  # else the policy has all whole blocks in DRAM
+        settings = {"recent_window": config.max_context_len}
+    if args.device is DeviceKind.CPU and run.placement in ("ours", FLEXGEN):  # nothing else divides weights there
         settings["weights_gpu_memory"] = args.gpu_memory // 2
     if variant != DENSE:
         settings |= {
             "mlp_sparsity": variant.sparsity, "neuron_cache": variant.cache,
             "neuron_profile": str(folder / PROFILE_NAME),
         }  # fmt: skip
-    return EngineConfig(
-        model=str(folder),
-        device=args.device,
-        dtype=args.dtype,
-        load_format=LoadFormat.DUMMY,
-        block_size=BLOCK_SIZE,
-        max_context_len=longest,
-        max_tokens_per_step=args.chunk,
-        max_running_requests=batch,
-        gpu_memory=args.gpu_memory,
-        kv_gpu_tokens=near,
-        prefix_cache_percent=0,
-        placement=None if path is None else str(path),
-        **settings,
-    )
+    return replace(config, kv_gpu_tokens=near, placement=None if path is None else str(path), **settings)
+
+
+def bytes_beside(config: EngineConfig, spec: ModelSpec, args: argparse.Namespace) -> int:
+    """Bytes of the GPU budget that an engine takes beside weights, their ring, keys and values, at most."""
+    number = DType.FP32 if args.dtype is DTypeChoice.FP32 else DType.BF16
+    is_cuda = args.device is not DeviceKind.CPU
+    stream = None
+    if is_cuda:
+        _, host_kv = kv_specs(spec, dtype=number, kv_dtypes=None)
+        stream = StreamBuffers.of(
+            host_kv,
+            max_context_len=config.max_context_len or spec.max_context_len,
+            number_bytes=number.num_bytes,
+            max_requests=most_requests(config),
+            step_bytes=int(args.gpu_memory * STEP_STREAM_SHARE),
+            most_share=most_streamed_share(config),
+        )
+    return fixed_bytes(
+        config,
+        spec,
+        activations=number if is_cuda else DType.FP32,
+        graph_buckets=make_buckets(config.max_running_requests) if is_cuda else (),
+        stream=stream,
+    ).total
 
 
 def longest_context(run: Run, args: argparse.Namespace) -> int:

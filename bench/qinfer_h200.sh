@@ -1,11 +1,12 @@
 #!/bin/sh
-# Weights beyond GPU memory, on a GPU machine, with the memory capped in software: about 12 minutes on an H200.
+# Weights beyond GPU memory, on a GPU machine, with the memory capped in software: about 15 minutes on an H200.
 #
 #   bench/qinfer_h200.sh OUT [PART ...]        PYTHON=python3 unless set; QUICK=1: tiny shapes on the CPU, to try it
 #
 # Records are appended in OUT, a line a command. Parts, in this order if none is named:
 #
 #   opt          OPT-30B bf16, 24 GiB: this engine, whole layers on CPU or GPU, streaming; batch 64, 8, 1   150 s
+#   opt-rivals   the same by FlexGen's streaming, a batch and blocks of two; all on the CPU; all on the GPU, uncapped 180 s
 #   sparsity     the same with an activation pattern: dense, screened rows, hot neurons; batch 64, 1        130 s
 #   70b          Llama-2-70B Q4_0, 16 GiB: batch 16, 8, 1, and a prompt of 1,024 tokens                      90 s
 #   predictions  step time and memory of configurations that nothing was fitted to                      60 + 150 s
@@ -25,7 +26,7 @@ shift
 repo=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON-python3}
 quick=${QUICK-}
-[ $# -gt 0 ] || set -- opt sparsity 70b predictions grid tuner
+[ $# -gt 0 ] || set -- opt opt-rivals sparsity 70b predictions grid tuner
 mkdir -p "$out"
 export OMP_WAIT_POLICY=passive  # torch's threads share the cores with the CPU lane's
 failed="$out/failed.txt"
@@ -78,6 +79,9 @@ for part in "$@"; do
   case $part in
     opt)
       weights 200 --shape "$(shape opt-30b tiny-opt)" --placement ours,layer_split,streamed --batches 64,8,1 --steps 4
+      ;;
+    opt-rivals)
+      weights 240 --shape "$(shape opt-30b tiny-opt)" --placement flexgen,cpu,gpu --batches 64,8,1 --blocks 1,2 --steps 4
       ;;
     sparsity)
       weights 120 --shape "$(shape opt-30b tiny-opt)" --batches 1 --steps 16 \

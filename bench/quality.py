@@ -3,10 +3,12 @@
     .venv/bin/python bench/quality.py --text book.txt                     # contexts of 2K, 4K and 8K
     .venv/bin/python bench/quality.py --text book.txt --contexts 512 --predict 16 --verified 100    # to try it
 
-At each context the last tokens of a window are predicted under the policy, in its reference form, and with all keys:
-perplexity, likeliest token, KL. Digits hidden in the text are asked for at three depths. Outputs are computed again
-over all keys, one choice (a step and layer, of all heads) in so many that the asked number of (step, layer, head) comes
-together over all contexts; an error above its bound ends the run. Appends a JSON line to bench/results/quality.jsonl.
+At each context the last tokens of a window are predicted under the policy and with all keys: perplexity, likeliest
+token, KL. Digits hidden in the text are asked for at three depths. The policy has the form that its speed is measured
+in, the native one (each known token is a decode step of its own), or with --form reference that in plain torch over
+scores of K itself. Outputs are computed again over all keys, one in so many (reference: one choice, a step and layer,
+of all heads) that the asked number of (step, layer, head) comes together over all contexts; an error above its bound
+ends the run. Appends a JSON line to bench/results/quality.jsonl.
 """
 
 import argparse
@@ -16,18 +18,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from ambidex.core.config import EngineConfig
+from ambidex.core.config import EngineConfig, KVDTypeChoice
 from ambidex.core.errors import AmbidexError
+from ambidex.core.policy import BoundedScores, PolicyName
 from ambidex.core.step import SelectionFigures
 from ambidex.core.units import parse_size
 from ambidex.eval.agreement import Text, measure_agreement
 from ambidex.eval.needle import measure_needle
 from ambidex.eval.run import read_text
 from ambidex.eval.teacher import Teacher
+from ambidex.formats.locate import find_model
+from ambidex.formats.spec import read_spec
 from ambidex.runner.runner import ModelRunner
 from harness import REPO, append_record, environment, significant
 
 DEPTHS: Final = (10, 50, 90)
+NATIVE, REFERENCE = "native", "reference"
 
 
 def main() -> int:
@@ -36,14 +42,7 @@ def main() -> int:
     opening = environment()
     try:
         words = read_text(args.text)
-        config = EngineConfig(
-            model=args.model,
-            policy="bounded",  # type: ignore[arg-type]  # read as the command line is
-            bounded_scores="exact",  # type: ignore[arg-type]
-            max_dropped_mass=args.max_dropped_mass,
-            max_context_len=max(args.contexts) + 8,
-        )
-        teacher = Teacher(config)
+        teacher = make_teacher(args)
         points = [measure(teacher, words, context, args) for context in args.contexts]
     except AmbidexError as error:
         print(error, file=sys.stderr)
@@ -53,11 +52,39 @@ def main() -> int:
     record = {
         "bench": "quality", **opening,
         "settings": {"model": args.model, "text": args.text.name, "max_dropped_mass": args.max_dropped_mass,
-                     "predict": args.predict, "rounds": args.rounds, "form": "reference, scores of K itself"},
+                     "predict": args.predict, "rounds": args.rounds, "form": args.form,
+                     "policy": teacher.engine.report.value("compute", "policy"),
+                     "kv_formats": {tier: str(spec.dtypes) for tier, spec in teacher.engine.figures.kv.items()}},
         "num_verified": verified, "points": points,
     }  # fmt: skip
     append_record(args.output, record)
     return 0
+
+
+def make_teacher(args: argparse.Namespace) -> Teacher:
+    """The engine of a form.
+
+    Raises:
+        ConfigError: the native form is asked for, and there is none; and as `Teacher`.
+    """
+    is_native = args.form == NATIVE
+    config = EngineConfig(
+        model=args.model,
+        policy=PolicyName.BOUNDED,
+        bounded_scores=BoundedScores.SCAN if is_native else BoundedScores.EXACT,
+        max_dropped_mass=args.max_dropped_mass,
+        max_context_len=max(args.contexts) + 8,
+        kv_dtype=args.kv_dtype,
+        verify=is_native,
+    )
+    if not is_native:
+        return Teacher(config)
+    spec = read_spec(find_model(config.model))
+    num_heads = spec.num_layers * spec.num_q_heads
+    every = max(1, args.predict * num_heads * len(args.contexts) // args.verified)
+    while math.gcd(every, num_heads) > 1:  # so that each layer and head comes up in turn
+        every -= 1
+    return Teacher(config, as_answered=True, verify_every=every)
 
 
 def parse_args() -> argparse.Namespace:
@@ -66,6 +93,9 @@ def parse_args() -> argparse.Namespace:
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
     parser.add_argument("--text", type=Path, required=True, help="file with a long text, UTF-8")
     parser.add_argument("--model", default="smollm2", help="whose answers are looked at")
+    parser.add_argument("--form", choices=[NATIVE, REFERENCE], default=NATIVE, help="of the policy")
+    parser.add_argument("--kv-dtype", type=KVDTypeChoice, choices=list(KVDTypeChoice), default=KVDTypeChoice.AUTO,
+                        help="number format of K and V")  # fmt: skip
     parser.add_argument("--contexts", default="2K,4K,8K", help="tokens of a window")
     parser.add_argument("--predict", type=int, default=128, help="tokens predicted at the end of each")
     parser.add_argument("--rounds", type=int, default=2, help="codes of five digits at each depth; 0: none")
@@ -84,11 +114,10 @@ def parse_args() -> argparse.Namespace:
 
 def measure(teacher: Teacher, words: str, context: int, args: argparse.Namespace) -> dict[str, Any]:
     """One context."""
-    runner, spec = teacher.engine.core.executor, teacher.engine.figures.spec
-    assert isinstance(runner, ModelRunner), "no setting of this engine puts another in its place"
-    assert runner.selective is not None, "the reference form chooses keys step by step"
+    spec = teacher.engine.figures.spec
     num_outputs = args.predict * spec.num_layers * spec.num_q_heads * len(args.contexts)
-    runner.selective.verify_every(max(1, math.floor(num_outputs / args.verified)))
+    if args.form == REFERENCE:
+        verify_choices(teacher, max(1, num_outputs // args.verified))
     text = Text(
         token_ids=teacher.engine.tokenizer.encode(words), context=context, num_predicted=args.predict, num_windows=1
     )
@@ -103,7 +132,8 @@ def measure(teacher: Teacher, words: str, context: int, args: argparse.Namespace
         f"largest error {chosen.max_error:.2e}, bound {chosen.max_error_bound:.2e}",
         flush=True,
     )
-    runner.selective.verify_every(0)
+    if args.form == REFERENCE:
+        verify_choices(teacher, 0)
     needles = []
     for depth in DEPTHS if args.rounds else ():
         found = measure_needle(
@@ -120,6 +150,14 @@ def measure(teacher: Teacher, words: str, context: int, args: argparse.Namespace
         "num_verified": chosen.num_verified,
         "needles": needles,
     }
+
+
+def verify_choices(teacher: Teacher, every: int) -> None:
+    """Of so many choices of the reference form one is computed again; 0: none is."""
+    runner = teacher.engine.core.executor
+    assert isinstance(runner, ModelRunner), "no setting of this engine puts another in its place"
+    assert runner.selective is not None, "the reference form chooses keys step by step"
+    runner.selective.verify_every(every)
 
 
 if __name__ == "__main__":

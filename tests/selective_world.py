@@ -26,10 +26,13 @@ from ambidex.core.step import BlockRef, NewRequest, ScheduledRequest
 from ambidex.formats.locate import find_model
 from ambidex.formats.spec import read_spec
 from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
-from ambidex.models.base import CausalLM
+from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.models.look_ahead import LookAhead
 from ambidex.models.registry import build_model
 from ambidex.models.weights import load_weights
+from ambidex.runner.early_steps import EarlySteps
+from ambidex.runner.input_batch import InputBatch
+from ambidex.runner.runner import call_model
 from ambidex.storage.kv_pool import KVPool, RowKVPool
 from ambidex.storage.tiled_pool import TiledKVPool
 from tiny_models import VOCAB_SIZE, save_tiny_model
@@ -70,8 +73,13 @@ def random_tokens(length: int, *, seed: int) -> list[int]:
 class SelectiveWorld:
     """Requests whose tokens are known: their hidden states are what a test compares.
 
+    Args:
+        is_early: steps of one token a request take the fast form of HybridGen; with `is_fixed` those that have it take
+            its fixed form, in which nobody is told of choices.
+
     Attributes:
         choices: what was chosen, by (request, layer, position).
+        num_fixed: steps of fixed form.
     """
 
     def __init__(
@@ -83,12 +91,15 @@ class SelectiveWorld:
         seed: int = 0,
         verify_every: int = 0,
         is_early: bool = False,
+        is_fixed: bool = False,
         has_rows: bool = False,
         max_requests: int = MAX_REQUESTS,
     ) -> None:
         self.tiny = tiny
         self.block_size = block_size
         self.random = random.Random(seed)
+        self._is_fixed = is_fixed
+        self.num_fixed = 0
         self.pools = {tier: self._make_pool(tier) for tier in (Tier.GPU, Tier.DRAM)}
         self.choices: dict[tuple[str, int, int], Choice] = {}
         policy = make_policy(settings, tiny.spec)
@@ -115,15 +126,28 @@ class SelectiveWorld:
             early=early,
             row_store=RowStore(tiny.spec, self.pools, max_rows=MAX_ROWS) if has_rows else None,
             verify_every=verify_every,
-            watch=self._watch,
+            watch=None if is_fixed else self._watch,
         )
+        self.steps = None
+        if is_fixed:
+            self.steps = EarlySteps(
+                model=tiny.model,
+                spec=tiny.spec,
+                forward=self._forward_fixed,
+                pools=self.pools,
+                selective=self.attention,
+                buckets=(1, 2, 4),
+                max_context_len=MAX_ROWS,
+                max_far=MAX_ROWS,
+                capture=None,
+            )
         self.free = {tier: self.random.sample(range(NUM_BLOCKS), NUM_BLOCKS) for tier in self.pools}
         self.blocks: dict[str, list[BlockRef]] = {}
         self.tokens: dict[str, list[int]] = {}
         self.num_computed: dict[str, int] = {}
 
     def _make_pool(self, tier: Tier) -> KVPool:
-        is_tiled = self.block_size % TILE_TOKENS == 0
+        is_tiled = self.block_size % TILE_TOKENS == 0 and not (self._is_fixed and tier is Tier.GPU)
         order = KVOrder.TILES if is_tiled else KVOrder.ROWS
         spec = KVSpec.of(self.tiny.spec, dtype=DType.FP32, block_size=self.block_size, order=order)
         if is_tiled:
@@ -162,6 +186,11 @@ class SelectiveWorld:
         """Compute so many next tokens of each request; hidden states [n, E] of each. One layer may find no memory."""
         scheduled = [self._schedule(name, count) for name, count in work]
         with torch.inference_mode():
+            if self.steps is not None and fails_in_layer is None and self.steps.try_run(scheduled) is not None:
+                self.num_fixed += 1
+                for name, count in work:
+                    self.num_computed[name] += count
+                return dict(zip([name for name, _ in work], self._hidden[: len(work)].split(1), strict=True))
             self.attention.begin(scheduled)
             ids = torch.tensor([token for request in scheduled for token in request.token_ids])
             positions = torch.cat([torch.arange(r.start, r.start + len(r.token_ids)) for r in scheduled])
@@ -169,6 +198,10 @@ class SelectiveWorld:
         for name, count in work:
             self.num_computed[name] += count
         return dict(zip([name for name, _ in work], hidden.split([count for _, count in work]), strict=True))
+
+    def _forward_fixed(self, model: CausalLM, batch: InputBatch, attention: AttentionOp) -> Tensor:
+        self._hidden = call_model(model, batch, attention)
+        return self._hidden
 
     def run(self, name: str, *, chunks: Sequence[int]) -> Tensor:
         """Compute all tokens of one request alone, in such chunks and then one by one: hidden states [S, E]."""

@@ -243,6 +243,7 @@ void bind_attention(nb::module_& m) {
            nb::keep_alive<1, 5>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 11>(),
            nb::keep_alive<1, 12>())
       .def("run", &bind_run, "batches"_a, "limit_s"_a, "scanned"_a)
+      .def_prop_ro("busy_s", [](const AttentionScript& self) { return self.busy().count(); })
       .def("bound_layer", &bind_bound_layer, "pool"_a, "arrays"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>());
   m.def("exp2", &bind_exp2, "x"_a.noconvert(), "y"_a.noconvert(), nb::kw_only(), "isa"_a = nb::none());
 }

@@ -35,13 +35,16 @@ AttentionScript::Outcome AttentionScript::run(const std::vector<const KeyBatch*>
                                               const std::vector<const KeyBatch*>& scanned,
                                               std::chrono::microseconds limit) {
   Outcome outcome{0, 0};
+  busy_ = {};
   for (std::size_t layer = 0; layer < num_layers_; ++layer) {
     if (!wait(layer, limit)) return outcome;
+    const auto begin = std::chrono::steady_clock::now();
     pool_.attend(isa_, calls_[layer], *batches[layer]);
     if (!bounded_.empty()) bounded_pool_->attend(bounded_form(isa_), bounded_[layer], *scanned[layer]);
     outcome.num_last += __atomic_load_n(streamed_ + layer * kWordStride, __ATOMIC_ACQUIRE) != 0;
     __atomic_store_n(answered_ + layer * kWordStride, 1, __ATOMIC_RELEASE);
     ++outcome.num_answered;
+    busy_ += std::chrono::steady_clock::now() - begin;
   }
   return outcome;
 }

@@ -39,6 +39,9 @@ class AttentionScript {
     std::size_t num_last;      // layers in which the CPU's answer came after the accelerator's part had ended
   };
 
+  // How long the last run attended, its waits left out.
+  std::chrono::duration<double> busy() const { return busy_; }
+
   // batches: the keys of each layer; scanned: those that bounded attention reads, if layers are bounded; limit: how long
   // to wait for the queries of a layer.
   Outcome run(const std::vector<const KeyBatch*>& batches, const std::vector<const KeyBatch*>& scanned,
@@ -56,6 +59,7 @@ class AttentionScript {
   std::vector<AttendCall> calls_;
   BoundedPool* bounded_pool_ = nullptr;
   std::vector<BoundedCall> bounded_;
+  std::chrono::duration<double> busy_{0};
 };
 
 }  // namespace ambidex

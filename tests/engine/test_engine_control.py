@@ -1,5 +1,6 @@
 """Traces of controllers: what was decided while an engine ran is decided again from the file alone."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,32 +9,50 @@ from typing import Any
 import pytest
 
 from ambidex import LLM, SamplingParams
-from ambidex.attention.streamed import LaneBalance
+from ambidex.attention.lane_share import LaneBalance
 from ambidex.core.errors import ConfigError
-from ambidex.core.selection import ShareDecision
-from ambidex.engine.compose.control import decision_json, open_control_trace, replay
+from ambidex.core.selection import LaneTimes, SelectionSetting, ShareDecision, ShareSeen
+from ambidex.engine.compose.control import Replay, open_control_trace, replay, replay_file
+from ambidex.formats.control_trace import decision_json
 from tiny_engine import make_engine_folder
 
-RECORDED = Path(__file__).parent.parent / "data" / "control_trace.jsonl"
+DATA = Path(__file__).parent.parent / "data"
+RECORDED = DATA / "control_trace.jsonl"
 """Of `--control-trace`: SmolLM2 under hybridgen with feedback `full`, on two cores that others used, too."""
+MODES = DATA / "control_trace_modes.jsonl"
+"""The same of the tiny model of these tests, with 4 keys at least and V in an emulated CXL tier of 900 µs and 4 MB/s:
+the number goes up and down, then the mode changes."""
 
 
-def test_recorded_trace_comes_out_as_it_was_decided() -> None:
-    lines = RECORDED.read_text().splitlines()
-    assert replay(lines) == (len(lines), [])
-    kinds = [json.loads(line) for line in lines]
-    assert len({line["after"]["num_selected"] for line in kinds}) > 5, "it has changed the number"
+@pytest.mark.parametrize("path", [RECORDED, MODES])
+def test_recorded_trace_comes_out_as_it_was_decided(path: Path) -> None:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert replay_file(path) == Replay(num_selections=len(lines), num_shares=0)
+    assert len({line["after"]["num_selected"] for line in lines}) > 5, "it has changed the number"
 
 
-def test_line_that_was_decided_otherwise_is_named() -> None:
-    line = json.loads(RECORDED.read_text().splitlines()[3])
-    line["after"]["num_selected"] += 1
-    (_, (sentence,)) = replay([json.dumps(line)])
-    assert sentence.startswith("line 1: recorded ")
+def test_recorded_trace_holds_both_modes_and_both_directions() -> None:
+    after = [json.loads(line)["after"] for line in MODES.read_text().splitlines()]
+    assert {setting["mode"] for setting in after} == {"post", "pre"}
+    changes = [now["num_selected"] - then["num_selected"] for then, now in itertools.pairwise(after)]
+    assert min(changes) < 0 < max(changes)
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"kind": "other"}', '{"kind": "share"}', '{"kind": "selection"}'])
-def test_line_of_something_else_is_refused(line: str) -> None:
+def test_first_line_that_was_decided_otherwise_is_named() -> None:
+    lines = [json.loads(line) for line in RECORDED.read_text().splitlines()]
+    for place in (3, 7):
+        lines[place]["after"]["num_selected"] += 1
+    found = replay([json.dumps(line).encode() for line in lines])
+    assert (found.num_decisions, found.num_different) == (len(lines), 2)
+    assert found.first is not None
+    assert found.first.line == 4
+    assert isinstance(found.first.recorded, SelectionSetting)
+    assert isinstance(found.first.decided, SelectionSetting)
+    assert found.first.recorded.num_selected == found.first.decided.num_selected + 1
+
+
+@pytest.mark.parametrize("line", [b"{", b"[]", b'{"kind": "other"}', b'{"kind": "share"}', b'{"kind": "selection"}'])
+def test_line_of_something_else_is_refused(line: bytes) -> None:
     with pytest.raises(ConfigError, match="line 1 is none of a control trace"):
         replay([line])
 
@@ -45,8 +64,7 @@ def test_engine_writes_what_its_feedback_decides(tmp_path: Path) -> None:
     with LLM(str(folder), policy="hybridgen", control_trace=str(path), **options) as llm:
         llm.generate("The harbour lies to the north.", SamplingParams(max_output_tokens=12, ignore_eos=True))
     lines = path.read_text().splitlines()
-    assert replay(lines) == (len(lines), [])
-    assert len(lines) == 11, "the first token comes of the prompt's step"
+    assert replay_file(path) == Replay(num_selections=11, num_shares=0), "the first token comes of the prompt's step"
     first, second = (json.loads(line) for line in lines[:2])
     assert second["before"] == first["after"]
 
@@ -57,14 +75,19 @@ def test_trace_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert open_control_trace(None) is None
 
 
-def test_lanes_shares_are_decided_again() -> None:
+@pytest.mark.parametrize("times", [None, LaneTimes(step_s=0.02, link_s=0.05, dram_s=0.02)])
+def test_lanes_shares_are_decided_again(times: LaneTimes | None) -> None:
     """The CPU lane ends last below a share of 0.4, the stream lane's buffer holds 0.5."""
     told: list[ShareDecision] = []
     balance = LaneBalance(0.1, tell=told.append)
     for _ in range(40):
-        balance.update(1.0 if balance.share < 0.4 else 0.0, min(balance.share, 0.5))
-    lines = [json.dumps(decision_json(decision)) for decision in told]
-    assert replay(lines) == (40, [])
+        share = balance.share
+        cpu_last = 1.0 if share < 0.4 else 0.0
+        balance.update(ShareSeen(cpu_last=cpu_last, asked=share, achieved=min(share, 0.5), times=times))
+    lines = [json.dumps(decision_json(decision)).encode() for decision in told]
+    assert replay(lines) == Replay(num_selections=0, num_shares=40)
     assert abs(told[-1].after.share - 0.4) < 0.05
-    changed = replace(told[5], cpu_last=1 - told[5].cpu_last)
-    assert len(replay([json.dumps(decision_json(changed))])[1]) == 1
+    cpu_last = told[5].seen.cpu_last
+    assert cpu_last is not None
+    changed = replace(told[5], seen=replace(told[5].seen, cpu_last=1 - cpu_last))
+    assert replay([json.dumps(decision_json(changed)).encode()]).num_different == 1

@@ -1,12 +1,14 @@
 """What captured decode steps and the stream lane take from the accelerator's budget."""
 
+from dataclasses import replace
+
 import pytest
 
 from ambidex.core.config import EngineConfig
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import Tier
-from ambidex.core.kv_spec import NEAR_SLACK, SCORE_BUFFERS, KeptRows, KVOrder, KVSpec, StreamBuffers
+from ambidex.core.kv_spec import FIXED_SCORE_BYTES, NEAR_SLACK, SCORE_BUFFERS, KeptRows, KVOrder, KVSpec, StreamBuffers
 from ambidex.core.model_spec import Activation, ModelSpec
 from ambidex.core.policy import PolicyName
 from ambidex.core.units import GIB, MIB
@@ -76,6 +78,11 @@ def test_near_rows_of_a_policy_stand_in_the_ledger_of_the_accelerator() -> None:
     fixed = fixed_bytes(config, SPEC, activations=DType.BF16, rows=rows)
     near = 3 * (10 + 1 + NEAR_SLACK) * 2 * 2 * 2 * 16 * 2  # requests, rows, K and V, layers, heads, numbers, bytes
     assert fixed.near_rows == near + 512 * 4 * (2 + 4)  # and the scores of one request, as they come and in fp32
+    of_all = fixed_bytes(config, SPEC, activations=DType.BF16, rows=replace(rows, is_fixed=True))
+    scores = 3 * 512 * (4 * 2 + 2 * 4)  # in steps of fixed form those of all requests, and a number of each KV head
+    assert of_all.near_rows == fixed.near_rows + scores
+    many = replace(rows, is_fixed=True).max_fixed_keys(1000, 4096)
+    assert many == FIXED_SCORE_BYTES // (4 * 2 + 2 * 4)
     spec = KVSpec.of(SPEC, dtype=DType.BF16, block_size=16)
     memory = plan_memory(
         config, SPEC, {Tier.GPU: spec, Tier.DRAM: spec}, free=FREE, weights=WeightBytes(on_gpu=MIB), fixed=fixed,

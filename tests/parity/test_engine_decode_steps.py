@@ -1,7 +1,6 @@
 """Decode steps of fixed shape give the tokens of the ordinary path; on a GPU they are captured as CUDA graphs."""
 
 import logging
-import random
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -31,13 +30,10 @@ from ambidex.runner.decode import DecodeForm, DecodeOutput
 from ambidex.runner.graphs import DecodeSteps
 from ambidex.runner.input_batch import InputBatch
 from ambidex.runner.runner import LaunchedPlan, ModelRunner, call_model
+from arriving_requests import NUM_OUTPUTS, make_prompts, run
 from tiny_engine import make_engine_folder
-from tiny_models import VARIANTS, VOCAB_SIZE
+from tiny_models import VARIANTS
 
-LENGTHS = (1, 40, 5, 16, 33, 17, 70)
-NUM_OUTPUTS = (20, 9, 24, 1, 12, 30, 8)
-ARRIVALS = (0, 0, 0, 4, 6, 6, 15)
-"""Steps before each request comes: rows come and go, and chunks of prompts stand between decode steps."""
 FORMS = [
     pytest.param(DeviceKind.CPU, DecodeForm.FIXED, id="cpu"),
     pytest.param(DeviceKind.CUDA, DecodeForm.CAPTURED, marks=pytest.mark.gpu, id="cuda"),
@@ -60,24 +56,6 @@ class CountingForward:
         self.num_steps[len(batch.token_ids) if is_fixed else None] += 1
         self.num_hybrid_steps += isinstance(attention, HybridAttention)
         return call_model(model, batch, attention)
-
-
-def make_prompts() -> list[list[int]]:
-    rng = random.Random(11)
-    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
-
-
-def run(engine: Engine, params: Sequence[SamplingParams]) -> list[tuple[int, ...]]:
-    """Answers of all prompts, each added when its time has come."""
-    prompts, ids, answers = make_prompts(), [], {}
-    for step_idx in range(1000):
-        while len(ids) < len(prompts) and ARRIVALS[len(ids)] <= step_idx:
-            ids.append(engine.add(prompts[len(ids)], params[len(ids)]))
-        answers |= {output.request_id: output for output in engine.step()}
-        if len(ids) == len(prompts) and not engine.has_work:
-            assert not [output.error for output in answers.values() if output.error]
-            return [answers[request_id].token_ids for request_id in ids]
-    raise AssertionError("the engine did not end")
 
 
 def run_to_end(engine: Engine) -> dict[RequestId, RequestOutput]:

@@ -12,11 +12,12 @@ from ambidex import LLM, EngineConfig, SamplingParams
 from ambidex.core.config import DeviceKind, DTypeChoice
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import Fallback, Lane, Tier
+from ambidex.core.kv_spec import STEP_MOST_SHARE
 from ambidex.core.policy import LANE_PRESETS, PolicyName
 from ambidex.core.request import MAX_LOGPROBS
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
-from ambidex.engine.lane_preset import follow_preset
+from ambidex.engine.lane_preset import follow_preset, most_streamed_share
 from ambidex.engine.outputs import RequestOutput
 from ambidex.models.divided import RingSizes
 from ambidex.runner.decode import DecodeForm
@@ -132,6 +133,29 @@ def test_weights_that_do_not_fit_travel_and_the_cpu_multiplies_none(
     assert "over the link" in engine.report.value("compute", "weights_placed")
     assert "multiplied by the CPU" not in engine.report.value("compute", "weights_placed")
     assert run(engine) == wanted
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_flexgen_moves_weights_and_keys_once_for_all_requests_of_a_step(tmp_path: Path) -> None:
+    """Its zig-zag: a block's batches are computed as one, so a step's weights cross the link once."""
+    folder = make_engine_folder(tmp_path, "llama")
+    own: dict[str, Any] = {"device": DeviceKind.CUDA, "dtype": DTypeChoice.FP16, "num_sink_tokens": 0}
+    params = replace(PARAMS, logprobs=MAX_LOGPROBS)
+    wanted = run_whole(build(folder, "exact", **own), params)
+    engine = build(folder, "flexgen", weights_gpu_memory="100KB", weight_ring=RING, **own)
+    for ours, theirs in zip(run_whole(engine, params), wanted, strict=True):
+        assert_equal_but_for_rounding(ours, theirs, tolerance=0.02)
+    assert "over the link" in engine.report.value("compute", "weights_placed")
+    assert engine.stats.lane_bytes[Lane.STREAM] > 0
+    lanes = engine.core.executor.decode_steps.weight_lanes
+    assert lanes.num_bytes(1) == lanes.num_bytes(len(LENGTHS)), "whatever the batch, the same bytes"
+    assert lanes.num_bytes(1)[Lane.CPU] == 0
+
+
+def test_flexgens_buffers_may_hold_all_keys_of_a_step() -> None:
+    config = EngineConfig(model="m")
+    shares = {name: most_streamed_share(replace(config, policy=PolicyName(name))) for name in ("exact", *NAMES)}
+    assert shares == {"exact": STEP_MOST_SHARE, "flexgen": 1.0, "moe_lightning": STEP_MOST_SHARE}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -231,8 +231,25 @@ def check_choices(world: SelectiveWorld, naive: NaiveRun, case: str, positions: 
                 assert (choice.probs[head].float() - weights).abs().max() < TOLERANCE, place
 
 
+@pytest.mark.parametrize("case", EARLY_CASES)
+@pytest.mark.parametrize(("seed", "num_fixed"), [(1, 9), (2, 20), (3, 11)])
+def test_fixed_steps_give_what_the_definition_gives(tiny: TinyModel, case: str, seed: int, num_fixed: int) -> None:
+    """Before and behind steps whose new row belongs to a block in host memory, which have not this form; or alone."""
+    options, make_rule = EARLY_CASES[case]
+    tokens = random_tokens(NUM_TOKENS, seed=len(case))
+    naive = NaiveRun(tiny, [make_rule() for _ in range(tiny.spec.num_layers)], tokens, NUM_PROMPT)
+    settings = policy_settings(**options)  # type: ignore[arg-type]
+    world = SelectiveWorld(tiny, settings, block_size=16, is_early=True, is_fixed=True, seed=seed)
+    world.add("a", tokens, num_prompt=NUM_PROMPT)
+    hidden = world.run("a", chunks=[NUM_PROMPT])
+    assert (hidden - naive.hidden).abs().max() / naive.hidden.abs().max() < 1e-4
+    has_form = options.get("hybridgen_mode") != "pre" and options["exact_layers"] == 1
+    assert world.num_fixed == (num_fixed if has_form else 0)
+
+
 @pytest.mark.parametrize("feedback", ["mode", "full"])
-def test_early_decode_follows_feedback_from_step_to_step(tiny: TinyModel, feedback: str) -> None:
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_early_decode_follows_feedback_from_step_to_step(tiny: TinyModel, feedback: str, *, is_fixed: bool) -> None:
     own = [(num if feedback == "full" else None, is_pre) for num, is_pre in STEERED]
     tokens = random_tokens(NUM_TOKENS, seed=4)
     rules: list[Rule] = [
@@ -240,7 +257,9 @@ def test_early_decode_follows_feedback_from_step_to_step(tiny: TinyModel, feedba
     ]
     naive = NaiveRun(tiny, rules, tokens, NUM_PROMPT)
     options = {"exact_layers": 1, "near_tokens": 6, "partial_percent": 40, "hybridgen_feedback": feedback}
-    world = SelectiveWorld(tiny, policy_settings("hybridgen", **options), is_early=True)
+    world = SelectiveWorld(
+        tiny, policy_settings("hybridgen", **options), is_early=True, is_fixed=is_fixed, block_size=16, seed=2
+    )
     world.add("a", tokens, num_prompt=NUM_PROMPT)
     world.step([("a", NUM_PROMPT)])
     hidden = []
@@ -255,12 +274,16 @@ def test_early_decode_follows_feedback_from_step_to_step(tiny: TinyModel, feedba
         assert stages is not None
         assert (stages.cpu_s > 0) is not is_pre, "in mode pre the CPU scores nothing"
         assert stages.transfer_s > 0
-        assert 99 < stages.gpu_s < 100
-    check_choices(world, naive, feedback)
+        assert 0 < stages.gpu_s < 100
+    if is_fixed:
+        assert world.num_fixed > 2
+    else:
+        check_choices(world, naive, feedback)
     assert (torch.cat(hidden) - naive.hidden[NUM_PROMPT:]).abs().max() / naive.hidden.abs().max() < 1e-4
 
 
-def test_early_decode_and_steps_of_other_forms_follow_each_other(tiny: TinyModel) -> None:
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_early_decode_and_steps_of_other_forms_follow_each_other(tiny: TinyModel, *, is_fixed: bool) -> None:
     """Two requests, of which one computes its prompt in chunks, yields, and has several known tokens in a step."""
     options = {"exact_layers": 1, "near_tokens": 6, "policy_tokens": 5}
     long, short = random_tokens(NUM_TOKENS, seed=5), random_tokens(NUM_TOKENS, seed=6)
@@ -273,7 +296,8 @@ def test_early_decode_and_steps_of_other_forms_follow_each_other(tiny: TinyModel
             tokens, NUM_PROMPT,
         )  # fmt: skip
         alone[name] = naive.hidden
-    world = SelectiveWorld(tiny, policy_settings("hybridgen", **options), is_early=True)
+    settings = policy_settings("hybridgen", **options)
+    world = SelectiveWorld(tiny, settings, is_early=True, is_fixed=is_fixed, block_size=16, seed=4)
     for name, tokens in (("a", long), ("b", short)):
         world.add(name, tokens, num_prompt=NUM_PROMPT)
     got: dict[str, list[torch.Tensor]] = {"a": [], "b": []}

@@ -27,8 +27,8 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @contextmanager
-def serving(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [*AMBIDEX, "serve", *args, "--port", "0", "--log-format", "json"]
+def serving(*args: str, log_format: str = "json") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [*AMBIDEX, "serve", *args, "--port", "0", "--log-format", log_format]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENV)
     assert process.stderr is not None
     try:
@@ -65,6 +65,28 @@ def test_signal_while_generating_ends_the_process_after_the_drain(folder: Path, 
         assert [event["output_tokens"] > 0 for event in events if event["route"] == "POST /v1/completions"] == [True]
 
 
+SPREAD = ("--kv-gpu-tokens", "128", "--num-sink-tokens", "4", "--recent-window", "16", "--block-size", "4")
+
+
+@pytest.mark.parametrize(("args", "log_format"), [((), "text"), (("--quiet",), "text"), ((), "json")])
+def test_where_keys_are_spread_it_is_said_at_start_and_what_came_of_it_at_the_end(
+    folder: Path, args: tuple[str, ...], log_format: str
+) -> None:
+    with serving(str(folder), *SPREAD, *args, log_format=log_format) as (process, url):
+        wait_until(lambda: is_ready(url), timeout_s=90)
+        body = {"prompt": "x", "max_tokens": 8, "ignore_eos": True}
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+        assert process.stderr is not None
+        said = process.stderr.read()
+    shows = args == () and log_format == "text"
+    assert ("tier  read by" in said) == shows
+    assert (
+        re.search(r"decode: [\d.]+ ms a step measured.*mean of \d+ steps of 1 x \d+ tokens", said) is not None
+    ) == shows
+
+
 def test_taken_port_is_the_users_mistake_and_nothing_loads(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
@@ -85,7 +107,7 @@ def test_model_that_is_not_there_ends_the_server_with_one_line(tmp_path: Path) -
 def choose(*args: str, env: dict[str, str] | None = None) -> tuple[ServerConfig, EngineConfig]:
     """What the verb hands to the server."""
     given: list[tuple[ServerConfig, EngineConfig]] = []
-    services = Services(serve=lambda config, engine: given.append((config, engine)))
+    services = Services(serve=lambda config, engine, _: given.append((config, engine)))
     result = CliRunner(env=env).invoke(AmbidexCommand(), ["serve", *args], obj=services)
     assert result.exit_code == 0, result.stderr
     return given[0]

@@ -20,6 +20,7 @@ import pytest
 from ambidex import LLM, AmbidexError, ConfigError, SamplingParams
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import EngineLostError, ModelNotFoundError
+from ambidex.engine.report import EngineReport
 from ambidex.server.service import EngineService
 from ambidex.server.worker.client import WorkerEngine
 from live_server import SMALL_POOL, START_S, LiveServer, in_worker, wait_until
@@ -156,6 +157,7 @@ class LostEngine:
 
     fault: AmbidexError | None
     is_closed: bool = False
+    report: EngineReport = field(default_factory=lambda: EngineReport(facts=()))
 
     async def ended(self) -> AmbidexError:
         while self.fault is None:
@@ -164,6 +166,9 @@ class LostEngine:
 
     async def close(self, _save_s: float | None = None) -> None:
         self.is_closed = True
+
+    async def decode_outcome(self) -> None:
+        return None
 
 
 @pytest.mark.parametrize("is_built", [True, False])

@@ -84,9 +84,13 @@ class DecodeBatch:
         self.num_keys: Mapping[int | None, dict[Tier, int]] = {}
         """Keys that the step's attention reads under each window, all requests together."""
         self.key_batches: Mapping[int | None, KeyBatch] | None = None
-        """The CPU lane's keys under each window; None: no key of this step lies in DRAM."""
+        """The CPU lane's keys under each window, maybe none; None: no key of this step lies in DRAM."""
         self.dram_ids: NDArray[np.int64] = np.zeros(0, np.int64)
         """The blocks in DRAM that they lie in."""
+        self.has_cpu_keys = False
+        """Some are the CPU lane's: else all of them travel."""
+        self.num_dram_keys = 0
+        """All of these requests' keys in DRAM, together."""
         self.num_streamed = 0
         """Keys that the stream lane or the scan lane reads in each layer, all requests together."""
         self.streamed_share = 0.0
@@ -160,7 +164,7 @@ class DecodeBatch:
             stream_rows = self._make_key_batches(contexts, positions, num_rows)
         else:
             self.key_batches, self._batched, self.num_streamed, self.stream_runs = None, (), 0, ()
-            self.is_scanned = False
+            self.is_scanned = self.has_cpu_keys = False
             host.num_streamed[:] = 0
         self._inputs.send(num_rows, table_rows=table_rows, stream_rows=stream_rows)
         return True
@@ -250,6 +254,8 @@ class DecodeBatch:
         host.num_streamed[: len(blocks)] = num_streamed * self._block_size
         host.num_streamed[len(blocks) :] = 0
         self.num_streamed = int(num_streamed.sum()) * self._block_size
+        self.num_dram_keys = int(num_blocks.sum()) * self._block_size
+        self.has_cpu_keys = self.is_scanned or bool(num_streamed.sum() < num_blocks.sum())
         # Less than the share for want of room, not because blocks are whole.
         self.streamed_share = float(num_streamed.sum() / num_blocks.sum()) if is_short else share
         num_stored = (num_blocks - num_streamed) * self._block_size

@@ -131,8 +131,9 @@ class DecodeQueries:
         for row in work.decode_rows:
             num_keys = work.num_keys(row)
             if Need.ROWS in self._policy.needs:
-                own = torch.full((self._spec.num_kv_heads, 1), num_keys - 1, device=self._device)
-                selector.add_rows(*(self._rows.take(work, part, layer_idx, own, torch.float32) for part in KVPart))
+                new = torch.arange(selector.first_missing(num_keys), num_keys, device=self._device)
+                places = new.expand(self._spec.num_kv_heads, -1)
+                selector.add_rows(*(self._rows.take(work, part, layer_idx, places, torch.float32) for part in KVPart))
             query = DecodeRow(
                 q=q[row].to(dtype),
                 stale_q=None if stale_q is None else stale_q[row].to(dtype),

@@ -9,7 +9,7 @@ itself, with a mask over all keys. Here there is no mask, and the host waits for
 that do not look ahead attend all keys exactly, each tier by its lane.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ambidex.attention.context_rows import ContextRows
 from ambidex.attention.early_scores import EarlyScores
+from ambidex.attention.fixed_scores import FarRows
 from ambidex.attention.near_rows import Angles, NearRows
 from ambidex.attention.row_store import RowStore, take_rows
 from ambidex.attention.select.policy import DecodeRow, FarSelector, Selector
@@ -59,6 +60,15 @@ class EarlyWork(Protocol):
     def context(self) -> ContextRows: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedPlan:
+    """A step of fixed form, whose rows are ready: what the CPU scores, and the numbers of its requests for
+    `EarlyInputs`."""
+
+    far: FarRows
+    numbers: Mapping[str, Sequence[int]]
+
+
 @dataclass(frozen=True, slots=True)
 class FarAnswer:
     """What a query attended: `places` [Hkv, M] and `probs` [Hkv, G, M], far ones first."""
@@ -96,11 +106,11 @@ class EarlyDecode:
         pool = exact.pools[Tier.GPU]
         self._spec = spec
         self._exact = exact
-        self._look_ahead = look_ahead
         self._pool = pool
         self._device = pool.device
         self._num_layers = spec.num_layers
         self._row_bytes = spec.head_dim * pool.k.itemsize
+        self.look_ahead = look_ahead
         self._nothing = (
             torch.empty(spec.num_kv_heads, 0, dtype=torch.int64, device=pool.device),
             torch.empty(spec.num_kv_heads, spec.group_size, 0, device=pool.device),
@@ -108,7 +118,7 @@ class EarlyDecode:
         self._scale = spec.head_dim**-0.5
         self._shape = (spec.num_kv_heads, spec.group_size, spec.head_dim)
         self._store = row_store
-        self._scores = EarlyScores(
+        self.scores = EarlyScores(
             self._shape,
             dtype=pool.k.dtype,
             device=pool.device,
@@ -116,8 +126,10 @@ class EarlyDecode:
             max_keys=row_store.max_rows,
             memory=row_store.home.memory,
         )
-        self._near = NearRows(pool, num_near=num_near, max_requests=max_requests)
+        self.near = NearRows(pool, num_near=num_near, max_requests=max_requests)
         self._clock = TransferClock(pool.device, is_on=is_timed)
+        self.is_timed = is_timed
+        self._read_fixed: Callable[[], StageTimes] | None = None
         self._works: Sequence[EarlyWork] = ()
         self._rows: list[HostRows] = []
         self._is_far: dict[type[Selector], bool] = {}
@@ -132,7 +144,7 @@ class EarlyDecode:
     @property
     def num_near_requests(self) -> int:
         """Requests whose near rows are on the accelerator now."""
-        return self._near.num_requests
+        return self.near.num_requests
 
     @property
     def row_store(self) -> RowStore:
@@ -142,7 +154,7 @@ class EarlyDecode:
     @property
     def pin_refusal(self) -> str | None:
         """Why the buffers of scores are not pinned, on a GPU."""
-        return self._scores.pin_refusal
+        return self.scores.pin_refusal
 
     @property
     def lane_bytes(self) -> dict[Lane, int]:
@@ -156,47 +168,126 @@ class EarlyDecode:
             False if it has not, or there is no memory for rows: others must do it.
         Cost: a request's first step copies all its rows to host memory.
         """
-        self._scores.begin()
+        self._clear()
+        if not works or any(work.num_prompt_rows or work.num_rows != 1 for work in works):
+            return False
+        rows = self._prepare_rows(works)
+        if rows is None:
+            return False
+        self._works, self._rows = works, rows
+        self.near.begin(requests, rows)
+        self._exact.begin(requests)
+        return True
+
+    def _clear(self) -> None:
+        """Count anew, for another step."""
+        self.scores.begin()
         self._clock.begin()
+        self._read_fixed = None
         self._works, self._early = (), {}
         self.num_bytes = self.num_attended = self.num_visible = 0
         self.num_rows = [0, 0]
-        if not works or any(work.num_prompt_rows or work.num_rows != 1 for work in works):
-            return False
+
+    def _prepare_rows(self, works: Sequence[EarlyWork]) -> list[HostRows] | None:
+        """Rows in host memory of each request, up to its new one; None: there is no memory for those of one."""
         rows = []
         for work in works:
             found = self._store.prepare(
                 work.request_id, work.start, 1, max_tokens=work.max_tokens, make_context=_context_of(work)
             )
             if found is None:
-                return False
+                return None
             rows.append(found)
+        return rows
+
+    def _first_layer(self, work: EarlyWork) -> int | None:
+        """The first layer that looks ahead, as all behind it do; None: there is none."""
+        is_far = [self._looks_ahead(selector) for selector in work.selectors]
+        first = is_far.index(True) if True in is_far else len(is_far)
+        return first if 0 < first < len(is_far) and all(is_far[first:]) else None
+
+    def plan_fixed(
+        self, requests: Sequence[ScheduledRequest], works: Sequence[EarlyWork], *, max_far: int
+    ) -> FixedPlan | None:
+        """Prepare for a step of fixed form, if the step has it: one new token each, behind the prompt, and layers that
+        look ahead, whose selectors choose by scores of all far keys.
+
+        Args:
+            max_far: far keys of all requests together, at most.
+        Returns:
+            None if it has not, or there is no memory for rows: then nothing has changed.
+        Cost: as `begin`.
+        """
+        if any(work.num_prompt_rows or work.num_rows != 1 for work in works):
+            return None
+        first = self._first_layer(works[0])
+        if first is None:
+            return None
+        far = [cast("FarSelector", work.selectors[first]) for work in works]
+        num_far = [selector.num_far(work.start + 1) for selector, work in zip(far, works, strict=True)]
+        if sum(num_far) > max_far or not all(selector.scores_all for selector in far):
+            return None
+        rows = self._prepare_rows(works)
+        if rows is None:
+            return None
+        self._clear()
         self._works, self._rows = works, rows
-        self._near.begin(requests, rows)
-        self._exact.begin(requests)
-        return True
+        self.near.begin(requests, rows)
+        num_selected = [min(selector.num_selected, num) for selector, num in zip(far, num_far, strict=True)]
+        num_layers = self._num_layers - first
+        for work, num, chosen in zip(works, num_far, num_selected, strict=True):
+            num_near = work.start + 1 - num
+            self.num_rows[0] += num_layers * 2 * self._shape[0] * num_near
+            self.num_rows[1] += num_layers * self._shape[0] * (chosen + num)
+            self.num_visible += self._spec.num_q_heads * self._num_layers * (work.start + 1)
+            self.num_attended += self._spec.num_q_heads * (first * (work.start + 1) + num_layers * (chosen + num_near))
+        places = range(len(works))
+        return FixedPlan(
+            far=FarRows(rows, num_far, first),
+            numbers={
+                "near_slots": [self.near.place(row, works[row].start) for row in places],
+                "near_first": [self.near.place(row, num_far[row]) for row in places],
+                "near_num": [works[row].start + 1 - num_far[row] for row in places],
+                "far_num": num_far,
+                "num_selected": num_selected,
+                "score_first": [self._spec.num_q_heads * sum(num_far[:row]) for row in places],
+                "v_address": [part.v.data_ptr() for part in rows],
+                "capacity": [part.capacity for part in rows],
+            },
+        )
+
+    def finish_fixed(self, read_times: Callable[[], StageTimes] | None) -> None:
+        """Launch: the step that was planned has been launched; keep its rows.
+
+        Args:
+            read_times: tells the times of its stages once it has ended; None: nobody timed them.
+        """
+        self.near.keep_new(self._rows)
+        self._read_fixed = read_times
 
     def set_num_threads(self, num_threads: int) -> None:
         """How many threads score from now on; no step is under way."""
-        self._scores.set_num_threads(num_threads)
+        self.scores.set_num_threads(num_threads)
 
     def forget(self, request_id: RequestId) -> None:
         """Drop what is kept of a request that ended."""
         self._store.forget(request_id)
-        self._near.forget(request_id)
+        self.near.forget(request_id)
 
     def close(self) -> None:
         """End the thread that scores; no step may follow."""
-        self._scores.close()
+        self.scores.close()
 
     def stage_times(self, forward_s: float) -> StageTimes | None:
         """Times of the last step's stages: the CPU's scores, which run beside the accelerator; the transfer of scores
         and rows; and the rest of the forward pass, but for what the accelerator's side waited for scores."""
-        cpu_s, transfer_s = self._scores.cpu_s, self._clock.seconds()
+        if self._read_fixed is not None:
+            return self._read_fixed()
+        cpu_s, transfer_s = self.scores.cpu_s, self._clock.seconds()
         if cpu_s + transfer_s == 0:
             return None
         return StageTimes(
-            gpu_s=max(0.0, forward_s - self._scores.wait_s - transfer_s), cpu_s=cpu_s, transfer_s=transfer_s
+            gpu_s=max(0.0, forward_s - self.scores.wait_s - transfer_s), cpu_s=cpu_s, transfer_s=transfer_s
         )
 
     def attend(
@@ -220,27 +311,29 @@ class EarlyDecode:
             [B, Hq, D] in the dtype of q.
         Cost: some 11 launches a layer and request; the host waits for the CPU's scores, once a layer.
         """
-        q, make_k = self._near.add(layer_idx, q, k, v, angles)
+        q, make_k = self.near.add(layer_idx, q, k, v, angles)
         self._ask_ahead(layer_idx, angles)
         if self._find_far(layer_idx):
-            if not self._near.is_stored_late:
+            if not self.near.is_stored_late:
                 store(layer_idx, make_k(), v)
             out = self._attend_selected(layer_idx, q, watch)
         else:
             out = self._exact.attend(layer_idx, q, make_k(), v)
             self._count(sum(work.start + 1 for work in self._works), sum(work.start + 1 for work in self._works))
         if layer_idx == self._num_layers - 1:
-            self._near.keep_new(self._rows)
+            self.near.keep_new(self._rows)
         return out
 
     def _find_far(self, layer_idx: int) -> list[FarSelector]:
         """The selectors of a layer that looks ahead, one for each request; none of one that does not."""
         selectors = [work.selectors[layer_idx] for work in self._works]
-        kind = type(selectors[0])
-        is_far = self._is_far.get(kind)
-        if is_far is None:  # a protocol is looked up member by member, which takes longer than many a launch
-            is_far = self._is_far[kind] = isinstance(selectors[0], FarSelector)
-        return cast("list[FarSelector]", selectors) if is_far else []
+        return cast("list[FarSelector]", selectors) if self._looks_ahead(selectors[0]) else []
+
+    def _looks_ahead(self, selector: Selector) -> bool:
+        kind = type(selector)
+        if kind not in self._is_far:  # a protocol is looked up member by member, which takes longer than many a launch
+            self._is_far[kind] = isinstance(selector, FarSelector)
+        return self._is_far[kind]
 
     def _ask_ahead(self, layer_idx: int, angles: Angles | None) -> None:
         """Make the queries of the next layer, and have the CPU score its far keys with them."""
@@ -248,14 +341,14 @@ class EarlyDecode:
         far = self._find_far(following) if following < self._num_layers else []
         if not far:
             return
-        early = self._look_ahead.ahead(layer_idx)
+        early = self.look_ahead.ahead(layer_idx)
         assert early is not None, "the layer's input has been seen"
         self._early[following] = early if angles is None else api.rotate(early, *angles)
         if not far[0].scores_all:
             return
         num_far = [selector.num_far(work.start + 1) for selector, work in zip(far, self._works, strict=True)]
         num_bytes = sum(num_far) * self._row_bytes * self._shape[0]
-        self._scores.ask(
+        self.scores.ask(
             following,
             self._early[following],
             [rows.keys[following] for rows in self._rows],
@@ -272,18 +365,28 @@ class EarlyDecode:
         found: list[Tensor] | None = None
         outs = []
         for row, selector in enumerate(far):
-            if selector.keeps_rows:
-                start = self._works[row].start
-                new_k, new_v = self._near.rows(layer_idx, row, start, start + 1)
-                selector.add_rows(new_k.float(), new_v.float())
+            if selector.keeps_rows and not selector.scores_all:
+                self._tell_rows(layer_idx, row, selector)
             scores = None
             if selector.scores_all:
-                found = found or self._scores.wait(layer_idx)
+                found = found or self.scores.wait(layer_idx)
                 with self._clock.measure():
-                    scores = self._scores.bring(found[row])
+                    scores = self.scores.bring(found[row])
             outs.append(self._answer(layer_idx, row, q[row], stale[row], selector, scores, watch))
         out = outs[0][None] if len(outs) == 1 else torch.stack(outs)
         return out.to(q.dtype)
+
+    def _tell_rows(self, layer_idx: int, row: int, selector: FarSelector) -> None:
+        """Tell a selector of the rows that it has not been told of, the step's own last."""
+        start, rows = self._works[row].start, self._rows[row]
+        first = selector.first_missing(start + 1)
+        if first < start:
+            num_bytes = (start - first) * self._shape[0] * self._row_bytes
+            with self._clock.measure(), self._store.home.copying(KVPart.K, layer_idx, num_bytes):
+                missing = rows.k_there[layer_idx, :, first:start].to(self._device).float()
+            selector.add_rows(missing, rows.v_there[layer_idx, :, first:start])
+        new_k, new_v = self.near.rows(layer_idx, row, start, start + 1)
+        selector.add_rows(new_k.float(), new_v.float())
 
     def _answer(
         self,
@@ -298,7 +401,7 @@ class EarlyDecode:
         """Attend one query [Hq, D]."""
         rows, num_keys = self._rows[row], self._works[row].start + 1
         num_far = selector.num_far(num_keys)
-        near_k, near_v = self._near.rows(layer_idx, row, num_far, num_keys)  # [Hkv, n, D]
+        near_k, near_v = self.near.rows(layer_idx, row, num_far, num_keys)  # [Hkv, n, D]
         if num_far == 0:
             places, given = self._nothing
         elif scores is not None:

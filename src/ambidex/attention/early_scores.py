@@ -57,6 +57,8 @@ class EarlyScores:
         memory: who is asked to pin the buffers of scores.
 
     Attributes:
+        scores: what the CPU scores into, [buffers, n] in host memory; `scores_there`: the same as the accelerator sees
+            it, if `pin_refusal` is None.
         pin_refusal: why they are not pinned, on a GPU; scores then come to it more slowly.
         cpu_s: seconds of scoring since `begin`; `wait_s` those for which `wait` did.
     """
@@ -77,18 +79,20 @@ class EarlyScores:
         self._is_cuda = device.type == "cuda"
         self._thread: ScoreThread | None = ScoreThread(ScorePool(threads), limit_s=WAIT_LIMIT_S)
         self._pending: dict[int, _Pending] = {}
-        scores = torch.empty(SCORE_BUFFERS, self._num_heads * max_keys, dtype=dtype)
-        self._turns = [_Turn(part, torch.empty(0), torch.empty(0)) for part in scores]
+        self.scores = self.scores_there = torch.empty(SCORE_BUFFERS, self._num_heads * max_keys, dtype=dtype)
+        self._turns = [_Turn(part, torch.empty(0), torch.empty(0)) for part in self.scores]
         self._stream_words = StreamWords()
         self._words = torch.zeros(SCORE_BUFFERS, WORD_STRIDE, dtype=torch.int32, pin_memory=self._is_cuda)
         self._host_words = self._words.numpy()  # the same memory
-        self.pin_refusal = memory.pin(scores, self) if self._is_cuda else None
+        self.pin_refusal = memory.pin(self.scores, self) if self._is_cuda else None
+        if self._is_cuda and self.pin_refusal is None:
+            self.scores_there = view_on_gpu(self.scores)
         self.cpu_s = self.wait_s = 0.0
 
     def begin(self) -> None:
         """Start anew with a step; what a broken one has left is waited for."""
         for pending in self._pending.values():
-            self._open_thread().wait(pending.number)
+            self.thread.wait(pending.number)
         self._pending.clear()
         self.cpu_s = self.wait_s = 0.0
 
@@ -123,7 +127,7 @@ class EarlyScores:
             self._stream_words.write(self._words[place, :1])
         else:
             turn.q.copy_(q)
-        number = self._open_thread().ask(
+        number = self.thread.ask(
             turn.q, keys, num_keys, turn.scores, scale=scale, word=self._host_words[place] if self._is_cuda else None
         )
         self._pending[layer_idx] = _Pending(number, sizes, pace)
@@ -137,7 +141,7 @@ class EarlyScores:
         """
         start = time.perf_counter()
         pending = self._pending.pop(layer_idx)
-        scored = self._open_thread().wait(pending.number)
+        scored = self.thread.wait(pending.number)
         if not scored.is_answered:
             raise LaneError(
                 f"the accelerator sent no early queries of layer {layer_idx} to the CPU within {WAIT_LIMIT_S:.0f} s"
@@ -167,7 +171,9 @@ class EarlyScores:
         """End the thread, once what it was asked for has its answer; nothing can be asked for any more."""
         self._thread = None
 
-    def _open_thread(self) -> ScoreThread:
+    @property
+    def thread(self) -> ScoreThread:
+        """Who scores."""
         if self._thread is None:
             raise InternalError("early scores were asked for after the engine was closed")
         return self._thread

@@ -193,10 +193,10 @@ class Handover:
         """
         num_layers = self._flags.shape[1]
         num_answered = 0
-        if self._clock is not None:
-            self._clock.add_cpu(None)  # one native call for all layers, its waits among what it does
         try:
             num_answered, self._num_last = self._script.run(batches, limit_s=WAIT_LIMIT_S, scanned=self._scanned)
+            if self._clock is not None:
+                self._clock.add_cpu(self._script.busy_s)
         finally:
             if num_answered < num_layers:
                 self._host_flags[1, :, 0] = 1

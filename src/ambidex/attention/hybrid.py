@@ -18,7 +18,7 @@ class HybridAttention:
 
     Args:
         paged: the accelerator's keys, the new ones among them.
-        handover: the way to the CPU lane.
+        handover: the way to the CPU lane; None: the stream lane brings all keys in DRAM.
         streamed: the stream lane; None: the CPU lane has all keys in DRAM.
         is_bounded: the CPU lane leaves out keys, by what the accelerator's own keys leave to the others.
         scanned: the scan lane, with `is_bounded` only and in place of the stream lane; None: there is none.
@@ -28,7 +28,7 @@ class HybridAttention:
     def __init__(
         self,
         paged: PagedAttention,
-        handover: Handover,
+        handover: Handover | None,
         streamed: StreamedAttention | None,
         *,
         is_bounded: bool = False,
@@ -64,19 +64,24 @@ class HybridAttention:
             ShapeError: the tensors fit neither the rows nor the pool.
         """
         q = self._paged.store(layer_idx, q, k, v, angles=angles)
-        self._handover.send(layer_idx, q)
+        handover = self._handover
+        if handover is not None:
+            handover.send(layer_idx, q)
         state = self._paged.attend_pool(layer_idx, q)
         if self._streamed is not None:
             state = merge(state, self._streamed.attend(layer_idx, q))
-            self._handover.mark_streamed(layer_idx)
+        if handover is None:
+            return state.out.to(q.dtype)
+        if self._streamed is not None:
+            handover.mark_streamed(layer_idx)
         if self._is_bounded:
-            self._handover.show_near(layer_idx, state.lse, self._cpu_part)
+            handover.show_near(layer_idx, state.lse, self._cpu_part)
         if self._scanned is not None:
             part, figures = self._scanned.attend(layer_idx, q, state.lse)
             state = merge(state, part)
             self._lane_figures.append(figures)
-            self._handover.note_end(layer_idx)
-        out = merge(state, self._handover.receive(layer_idx)).out
+            handover.note_end(layer_idx)
+        out = merge(state, handover.receive(layer_idx)).out
         if self._is_bounded:
             self._outs.append(out)
         if self._copies is not None:
@@ -85,7 +90,7 @@ class HybridAttention:
 
     def end(self) -> None:
         """Launch what follows the last layer."""
-        if self._is_bounded:
+        if self._is_bounded and self._handover is not None:
             self._handover.show_answers(self._outs, self._lane_figures)
         if self._scanned is not None:
             self._scanned.end()

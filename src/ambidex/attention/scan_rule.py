@@ -2,10 +2,10 @@
 
 Seconds of a layer, by the rate at which the lanes read DRAM together and the bytes of a key:
 
-    exact     keys · exact bytes / rate
-    bounded   keys · (scanned bytes + kept share · 2 · bytes of a kept key) / rate + 60 µs
+    exact     products + (keys · exact bytes − products · link) / rate       the link works through the products, too
+    bounded   products + keys · (scanned bytes + kept share · 2 · bytes of a kept key) / rate + 60 µs
 
-The kept share is that of the last step that scanned. What a step leaves out does not depend on the times of others.
+The kept share is that of the last step that scanned; the products are what is left of such steps' times.
 """
 
 from typing import Final
@@ -18,6 +18,8 @@ _KEPT_COST: Final = 2
 """Kept keys are single rows: there the CPU's threads read half as many bytes a second of them as of runs (42 GB/s)."""
 _FIRST_KEPT_SHARE: Final = 0.05
 """Before anything was scanned: between what sharp and flat attention keep at a dropped mass of 0.01."""
+_NEWEST: Final = 0.5
+"""What the newest step counts in the mean of products."""
 _LOOK_AGAIN_STEPS: Final = 64
 """Steps after which keys are scanned once more where too many were kept, to see whether it is still so."""
 
@@ -26,21 +28,28 @@ class ScanRule:
     """Chooses step by step.
 
     Args:
-        rate: bytes/s at which the lanes read DRAM together.
+        rate: bytes/s at which the lanes read DRAM together; `link`: what the link has of it, 0 without a stream lane.
         exact_bytes, scanned_bytes, kept_bytes: of a key of one layer, all KV heads: attended exactly, scanned, and what
             is read besides where it is kept.
     """
 
-    def __init__(self, rate: float, *, exact_bytes: int, scanned_bytes: int, kept_bytes: int) -> None:
-        self._rate = rate
+    def __init__(
+        self, rate: float, *, link: float = 0.0, exact_bytes: int, scanned_bytes: int, kept_bytes: int
+    ) -> None:
+        self._rate, self._link = rate, link
+        self._products_s = 0.0
         self._exact, self._scanned, self._kept = exact_bytes, scanned_bytes, kept_bytes
         self._kept_share = _FIRST_KEPT_SHARE
         self._num_held_back = 0
 
     def least_keys(self, kept_share: float) -> float:
         """Keys from which scanning is the faster, if such a share of them is kept; infinite where it never is."""
-        saved = self._exact - self._scanned - kept_share * _KEPT_COST * self._kept
-        return _EXTRA_S * self._rate / saved if saved > 0 else float("inf")
+        saved = self._exact - self._bytes_of_key(kept_share)
+        return (_EXTRA_S * self._rate + self._products_s * self._link) / saved if saved > 0 else float("inf")
+
+    def _bytes_of_key(self, kept_share: float) -> float:
+        """Of a scanned key, those of kept ones as they count."""
+        return self._scanned + kept_share * _KEPT_COST * self._kept
 
     def is_scanned(self, num_keys: int) -> bool:
         """Whether the next step scans its keys in DRAM.
@@ -60,6 +69,11 @@ class ScanRule:
         """Of the keys that a step scanned, so many were kept."""
         self._kept_share = kept_share
 
+    def note_time(self, layer_s: float, num_keys: int) -> None:
+        """A step that scanned so many keys took so long, over its layers."""
+        products_s = layer_s - _EXTRA_S - num_keys * self._bytes_of_key(self._kept_share) / self._rate
+        self._products_s += _NEWEST * (max(products_s, 0.0) - self._products_s)
+
 
 class ScanAlways:
     """In place of a rule where no rate is known: scans from a number of keys on.
@@ -76,4 +90,7 @@ class ScanAlways:
         return num_keys >= self._least_keys
 
     def note(self, kept_share: float) -> None:
+        """See `ScanRule`; changes nothing."""
+
+    def note_time(self, layer_s: float, num_keys: int) -> None:
         """See `ScanRule`; changes nothing."""

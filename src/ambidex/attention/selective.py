@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ambidex.attention.decode_queries import Choice, DecodeQueries
-from ambidex.attention.early_decode import EarlyDecode, FarAnswer
+from ambidex.attention.early_decode import EarlyDecode, FarAnswer, FixedPlan
 from ambidex.attention.row_store import RowStore
 from ambidex.attention.select.policy import Policy
 from ambidex.attention.selected_rows import SelectedRows
@@ -220,6 +220,40 @@ class SelectiveAttention:
             None if len(chosen) == self._num_tokens else torch.tensor(chosen, dtype=torch.int64, device=self._device)
         )
         self._new_rows = find_new_rows(self._works, self._exact.pools, self._device)
+
+    def plan_fixed(self, requests: Sequence[ScheduledRequest], *, max_far: int) -> FixedPlan | None:
+        """Prepare for a step of fixed form, which others compute, if the step has it; see `EarlyDecode.plan_fixed`.
+
+        Args:
+            requests: with one new token each.
+        Returns:
+            None if it has not, or somebody is told each choice; then nothing has changed.
+        Raises:
+            InternalError: see `begin`.
+        """
+        if self._early is None or self._queries.is_watched:
+            return None
+        works = [self._states.open(request, first_row=row) for row, request in enumerate(requests)]
+        plan = self._early.plan_fixed(requests, works, max_far=max_far)
+        if plan is not None:
+            self._works, self._num_tokens, self._is_early = works, len(works), True
+        return plan
+
+    def finish_fixed(self, read_times: Callable[[], StageTimes] | None = None) -> None:
+        """Launch: keep what the step that was planned has given; it was launched as a whole.
+
+        Args:
+            read_times: see `EarlyDecode.finish_fixed`.
+        """
+        assert self._early is not None, "a step was planned"
+        self._early.finish_fixed(read_times)
+        self._states.commit(self._works)
+
+    @property
+    def fixed_lane_bytes(self) -> dict[Lane, int]:
+        """Bytes that a step of fixed form read in layers that look ahead."""
+        assert self._early is not None, "a step was planned"
+        return self._rows.bytes_of(self._early.num_rows)
 
     def attend(
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, angles: tuple[Tensor, Tensor] | None = None

@@ -1,9 +1,9 @@
 """The stream lane of decode steps: the accelerator attends over blocks of DRAM that travel to it meanwhile
-(`storage/step_stream.py`). How large its share is follows from the rates at which both lanes read, and then, from step
-to step, from which of them ends last."""
+(`storage/step_stream.py`). How large its share is follows from the rates at which both lanes read, and then from how
+steps went (`attention/lane_share.py`)."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,7 +15,6 @@ from ambidex.attention.state import AttentionState
 from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVOrder, KVSpec
 from ambidex.core.model_spec import ModelSpec
-from ambidex.core.selection import ShareDecision, ShareState
 from ambidex.kernels import api, tiles
 from ambidex.kernels.cuda.pinned_view import view_on_gpu
 from ambidex.storage.step_stream import StepStream
@@ -24,11 +23,6 @@ from ambidex.storage.tiled_pool import TiledKVPool
 _PROBE_BYTES: Final = 512 * 2**20
 """Larger than the caches of a server CPU's cores, which would answer instead of DRAM."""
 _NUM_PROBES: Final = 3
-_FIRST_STEP: Final = 0.1
-_LAST_STEP: Final = 0.01
-"""Relative steps of the share: the last is about what one block of a hundred makes."""
-_LEAST_SHARE: Final = 0.01
-"""So that the share can grow again."""
 
 
 class StreamedAttention:
@@ -63,51 +57,6 @@ class StreamedAttention:
             q, k_rows, v_rows, table, self._first_key, num_keys, scale=self._scale, out_dtype=torch.float32
         )
         return AttentionState(out, lse)
-
-
-class LaneBalance:
-    """Follows the lanes: moves keys towards the one that ends first, in steps that shrink when the direction turns.
-
-    Source: sign-based steps as in Rprop (Riedmiller and Braun, 1993), for one number.
-
-    Args:
-        share: of the keys in DRAM that the stream lane takes at first, above 0.
-        tell: is told each decision; None: nobody is.
-    """
-
-    def __init__(self, share: float, *, tell: Callable[[ShareDecision], None] | None = None) -> None:
-        self._state = ShareState(share=share, step=_FIRST_STEP, direction=0)
-        self._tell = tell
-
-    @property
-    def share(self) -> float:
-        """As it is now."""
-        return self._state.share
-
-    def update(self, cpu_last: float, achieved: float) -> float:
-        """The share for the next step; see `next_share`."""
-        before, self._state = self._state, next_share(self._state, cpu_last, achieved)
-        if self._tell is not None:
-            self._tell(ShareDecision(before=before, cpu_last=cpu_last, achieved=achieved, after=self._state))
-        return self._state.share
-
-
-def next_share(state: ShareState, cpu_last: float, achieved: float) -> ShareState:
-    """The share for the next step, from this one's and how its lanes ended.
-
-    Args:
-        cpu_last: share of the last step's layers in which the CPU lane ended last.
-        achieved: share that the stream lane really took: less than was asked for where its buffer is full.
-    """
-    step = state.step
-    share = max(min(state.share, achieved * (1 + step)), _LEAST_SHARE)
-    direction = 1 if cpu_last > 0.5 else -1
-    if direction == -state.direction:
-        step = max(step / 2, _LAST_STEP)
-    elif state.direction:
-        step = min(step * 1.1, _FIRST_STEP)
-    share = min(max(share * (1 + direction * step), _LEAST_SHARE), 1.0)
-    return ShareState(share=share, step=step, direction=direction)
 
 
 def why_no_stream(spec: ModelSpec, kv: Mapping[Tier, KVSpec]) -> str | None:

@@ -21,8 +21,13 @@ EXIT_SOME_LINES_FAILED: Final = 3
 """The run ended, but some lines of its output have an `error`."""
 
 
-def answer_file(services: Services, chosen: ChosenSettings, source: str, target: str, *, verbose: bool) -> int:
+def answer_file(
+    services: Services, chosen: ChosenSettings, source: str, target: str, *, verbose: bool, shows_plan: bool
+) -> int:
     """Answer the lines of `source` that `target` does not have yet; returns the exit code.
+
+    Args:
+        verbose, shows_plan: as in `open_llm`.
 
     Raises:
         ConfigError: a file cannot be used. MachineError: `target` takes no more. Others as when an engine is built.
@@ -34,7 +39,7 @@ def answer_file(services: Services, chosen: ChosenSettings, source: str, target:
         num_done = len(lines) - len(results.todo)
         if results.todo:
             try:
-                _answer_lines(services, chosen, results, verbose=verbose, num_done=num_done)
+                _answer_lines(services, chosen, results, verbose=verbose, shows_plan=shows_plan, num_done=num_done)
             except KeyboardInterrupt:
                 say(f"stopped after {results.num_answered} answers: the same command goes on from here")
                 raise
@@ -52,12 +57,13 @@ def _answer_lines(
     results: ResultFile,
     *,
     verbose: bool,
+    shows_plan: bool,
     num_done: int,
 ) -> None:
     lines = results.todo
     good = [line for line in lines if isinstance(line, Line)]
     with (
-        open_llm(services, chosen, verbose=verbose) as llm,
+        open_llm(services, chosen, verbose=verbose, shows_plan=shows_plan) as llm,
         counting_bar("answering", done=num_done, total=num_done + len(lines)) as advance,
     ):
         for line in lines:

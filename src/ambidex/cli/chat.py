@@ -10,7 +10,7 @@ import click
 
 from ambidex.cli.conversation import Conversation
 from ambidex.cli.services import Services
-from ambidex.cli.session import SettingsCommand, open_llm
+from ambidex.cli.session import SettingsCommand, open_llm, quiet_option
 from ambidex.cli.settings import VerbOption
 from ambidex.cli.show import say
 from ambidex.cli.source import check_text, decode, is_stdin_terminal
@@ -29,12 +29,15 @@ class ChatCommand(SettingsCommand):
             params=[
                 click.Argument(["word"], required=False, metavar="[MODEL]"),
                 VerbOption(["--system"], metavar="TEXT", help="system message, the first of the conversation"),
+                quiet_option(),
             ],
         )
 
 
 @click.pass_context
-def chat(ctx: click.Context, /, *, word: str | None, system: str | None, verbose: bool, **_settings: Any) -> int:
+def chat(
+    ctx: click.Context, /, *, word: str | None, system: str | None, quiet: bool, verbose: bool, **_settings: Any
+) -> int:
     """Run the verb; the settings are read from the context."""
     command = ctx.command
     assert isinstance(command, ChatCommand), "the callback belongs to this command"
@@ -44,7 +47,7 @@ def chat(ctx: click.Context, /, *, word: str | None, system: str | None, verbose
         check_text(system, name="--system")
     is_terminal = is_stdin_terminal()
     chosen = replace(chosen, engine=chosen.engine.keeping_prefixes())
-    with open_llm(services, chosen, verbose=verbose) as llm:
+    with open_llm(services, chosen, verbose=verbose, shows_plan=not quiet) as llm:
         if is_terminal:
             say(f"{chosen.engine.model} is ready. /help lists the commands, Ctrl-D leaves.")
         conversation = Conversation(llm, chosen.sampling, system)

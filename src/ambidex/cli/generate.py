@@ -8,7 +8,7 @@ import click
 
 from ambidex.cli.batch import answer_file
 from ambidex.cli.services import LLMService, Services
-from ambidex.cli.session import SettingsCommand, open_llm
+from ambidex.cli.session import SettingsCommand, open_llm, quiet_option
 from ambidex.cli.settings import ChosenSettings, VerbOption
 from ambidex.cli.show import answer_json, explain_end, print_json, print_text, stats_json
 from ambidex.cli.source import check_text, is_stdin_terminal, read_prompt_file, read_prompt_stdin
@@ -41,6 +41,7 @@ class GenerateCommand(SettingsCommand):
                 VerbOption(["--jsonl"], metavar="IN", help='many prompts: each line {"prompt": …} or {"messages": …}'),
                 VerbOption(["-o", "--output"], metavar="OUT", help="answers to --jsonl; the next run takes them up"),
                 VerbOption(["as_json", "--json"], is_flag=True, help="print one JSON object instead of text"),
+                quiet_option(),
             ],
         )
 
@@ -56,6 +57,7 @@ def generate(
     jsonl: str | None,
     output: str | None,
     as_json: bool,
+    quiet: bool,
     verbose: bool,
     **_settings: Any,
 ) -> int:
@@ -69,9 +71,9 @@ def generate(
         raise click.UsageError("--logprobs shows itself only with --json or --jsonl", ctx)
     services: Services = ctx.obj
     if jsonl is not None and output is not None:
-        return answer_file(services, chosen, jsonl, output, verbose=verbose)
+        return answer_file(services, chosen, jsonl, output, verbose=verbose, shows_plan=not quiet)
     prompt = read_prompt(file, split.prompt)
-    with open_llm(services, chosen, verbose=verbose) as llm:
+    with open_llm(services, chosen, verbose=verbose, shows_plan=not quiet and not as_json) as llm:
         return print_answer(llm, chosen, prompt) if not as_json else print_answer_json(llm, chosen, prompt)
 
 

@@ -25,6 +25,7 @@ from ambidex.cli.eval import EvalGroup
 from ambidex.cli.generate import GenerateCommand
 from ambidex.cli.models import ModelsCommand
 from ambidex.cli.plan import PlanCommand
+from ambidex.cli.replay import ReplayCommand
 from ambidex.cli.serve import ServeCommand
 from ambidex.cli.services import Services, package_version
 from ambidex.cli.settings import VerbOption, as_flags
@@ -61,7 +62,7 @@ class AmbidexCommand(click.Group):
             ],
             commands=[
                 GenerateCommand(), ChatCommand(), ServeCommand(), CacheGroup(), BenchGroup(), EvalGroup(),
-                CalibrateCommand(), PlanCommand(), ModelsCommand(), DoctorCommand(),
+                CalibrateCommand(), PlanCommand(), ReplayCommand(), ModelsCommand(), DoctorCommand(),
             ],
         )  # fmt: skip
 

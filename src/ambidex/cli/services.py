@@ -14,6 +14,7 @@ from ambidex.core.sparsity import OFF
 if TYPE_CHECKING:
     from ambidex.engine.outputs import RequestOutput
     from ambidex.engine.report import EngineReport
+    from ambidex.engine.run_plan import DecodeOutcome
     from ambidex.engine.stats import EngineStats
     from ambidex.hw.profile import Machine
     from ambidex.server.config import ServerConfig
@@ -36,6 +37,9 @@ class LLMService(Protocol):
 
     def compare_decode(self) -> tuple[float, float] | None:
         """Seconds of a decode step, predicted and measured, or None."""
+
+    def decode_outcome(self) -> "DecodeOutcome | None":
+        """Decode steps so far beside what was predicted of them."""
 
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
@@ -70,14 +74,33 @@ def make_llm(config: EngineConfig, progress: Progress | None) -> LLMService:
     return LLM(config, progress=progress)
 
 
-def run_server(config: "ServerConfig", engine: EngineConfig) -> None:
-    """Serve until a signal; imported here because it brings in torch and FastAPI, which `--help` does not need."""
+def run_server(config: "ServerConfig", engine: EngineConfig, shows_plan: bool) -> None:
+    """Serve until a signal; imported here because it brings in torch and FastAPI, which `--help` does not need.
+
+    Args:
+        shows_plan: say what lies where, if not all lies on the accelerator, and at the end what came of it.
+    """
     rest_between_ops(engine)
+    from ambidex.cli.run_plan import show_outcome, show_run_plan
     from ambidex.cli.show import say
     from ambidex.server.main import serve
 
-    version = package_version("ambidex") or "0"
-    serve(config, engine, version=version, on_bound=lambda url: say(f"{url} listens, {engine.model} is loading"))
+    has_plan = False
+
+    def on_ready(report: "EngineReport") -> None:
+        nonlocal has_plan
+        has_plan = shows_plan and report.plan is not None
+        if has_plan and report.plan is not None:
+            show_run_plan(report.plan)
+
+    serve(
+        config,
+        engine,
+        version=package_version("ambidex") or "0",
+        on_bound=lambda url: say(f"{url} listens, {engine.model} is loading"),
+        on_ready=on_ready,
+        on_end=lambda outcome: show_outcome(outcome) if has_plan else None,
+    )
 
 
 def rest_between_ops(config: EngineConfig) -> None:
@@ -129,7 +152,7 @@ class Services:
     """All of them; `root` is where `/proc` and `/sys` lie, `hub_cache` the Hub's cache (None: the usual place)."""
 
     make_llm: Callable[[EngineConfig, Progress | None], LLMService] = make_llm
-    serve: Callable[["ServerConfig", EngineConfig], None] = run_server
+    serve: Callable[["ServerConfig", EngineConfig, bool], None] = run_server
     describe_gpus: Callable[[], Sequence[Any]] = describe_gpus
     describe_machine: Callable[[], "Machine"] = describe_machine
     native_isa: Callable[[], str] = native_isa

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from ambidex.cli.config_file import use_config_file
+from ambidex.cli.run_plan import show_outcome, show_run_plan
 from ambidex.cli.services import LLMService, Services
 from ambidex.cli.settings import (
     RUN_SETTINGS,
@@ -82,9 +83,20 @@ class SettingsCommand(click.Command):
         return choose_settings(ctx, model=model, model_source=source_of(ctx, option))
 
 
+def quiet_option() -> VerbOption:
+    """`--quiet`, of the verbs that say at start what lies where."""
+    return VerbOption(["-q", "--quiet"], is_flag=True, help="do not say what lies where and how long steps take")
+
+
 @contextmanager
-def open_llm(services: Services, chosen: ChosenSettings, *, verbose: bool) -> Iterator[LLMService]:
-    """Load the model, report what was chosen if asked to, and close the engine at the end."""
+def open_llm(
+    services: Services, chosen: ChosenSettings, *, verbose: bool, shows_plan: bool = False
+) -> Iterator[LLMService]:
+    """Load the model, report what was chosen if asked to, and close the engine at the end.
+
+    Args:
+        shows_plan: say what lies where, if not all lies on the accelerator, and at the end what came of it.
+    """
     with loading_bar(chosen.engine.model) as progress:
         llm = services.make_llm(chosen.engine, progress)
     try:
@@ -92,7 +104,12 @@ def open_llm(services: Services, chosen: ChosenSettings, *, verbose: bool) -> It
             # The engine's list of settings does not know where they came from; ours does.
             obtained = [row for row in llm.report.rows() if row[0] != "settings"]
             print_table(("section", "name", "value", "source"), [*chosen.rows, *obtained], err=True)
+        plan = llm.report.plan if shows_plan else None
+        if plan is not None:
+            show_run_plan(plan)
         yield llm
+        if plan is not None:
+            show_outcome(llm.decode_outcome())
         if verbose:
             print_table(("statistics", ""), [*stats_rows(llm.stats()), *_compared(llm)], err=True)
     except KeyboardInterrupt:

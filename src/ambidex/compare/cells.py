@@ -2,7 +2,8 @@
 
     speed      decode steps and prompt of one point (`ambidex.bench`)
     quality    one context's predictions and secrets against full attention (`ambidex.eval`); answers depend neither on
-               the batch nor on where KV lies, so one serves all speeds of its context
+               the batch nor on where KV lies, so one serves all speeds of its context. But for `bounded` in its native
+               form, which scans what the accelerator does not hold: its KV lies as in the smallest budget
     timeline   what each lane did in a few steps
 
 A variant is a policy with settings, written `h2o`, `h2o:policy_percent=30` or `exact:stream_percent=100`.
@@ -18,7 +19,7 @@ from typing import Any, Final, Self
 
 from ambidex.core.config import EngineConfig, SettingKind
 from ambidex.core.errors import ConfigError
-from ambidex.core.policy import LANE_PRESETS, PolicyName
+from ambidex.core.policy import LANE_PRESETS, BoundedScores, PolicyName
 from ambidex.core.units import parse_size
 
 ENGINE: Final = "ambidex"
@@ -67,6 +68,12 @@ class Variant:
         EngineConfig(model="none", policy=variant.policy, **settings)  # a wrong value is refused here, not in a cell
         return variant
 
+    @property
+    def may_be_native(self) -> bool:
+        """It is the bounded policy, and not asked for its reference form."""
+        scores = self.settings.get("bounded_scores", BoundedScores.AUTO)
+        return self.policy is PolicyName.BOUNDED and scores in (BoundedScores.AUTO, BoundedScores.SCAN)
+
     def config(self, base: EngineConfig, *, model: str, kv_gpu_tokens: int | None) -> EngineConfig:
         """The settings of an engine."""
         own = {"model": model, "policy": self.policy, **self.settings}
@@ -92,7 +99,7 @@ def _read(kind: SettingKind, value: str, pair: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One point. `variant` is its name; `batch` and `kv_gpu_tokens` are None for quality; `settings` are those that
+    """One point. `variant` is its name; `batch` is None for quality, `kv_gpu_tokens` mostly; `settings` are those that
     figures depend on besides: of the engine where they differ from the defaults, steps, texts and rounds."""
 
     kind: CellKind
@@ -175,9 +182,13 @@ class Grid:
                     continue  # it attends all keys: its quality is that of `exact`
                 quality = {"predict": self.num_predicted, "rounds": self.num_rounds, "text": self.text_name,
                            "text_sha256": self.text_sha256, **own}  # fmt: skip
+                budget = None
+                if variant.may_be_native:
+                    budget = min((size for size in self.budgets if size is not None), default=None)
+                    quality["form"] = "as answered"
                 groups.append(
                     [
-                        Cell(kind=CellKind.QUALITY, context=context, batch=None, kv_gpu_tokens=None, settings=quality,
+                        Cell(kind=CellKind.QUALITY, context=context, batch=None, kv_gpu_tokens=budget, settings=quality,
                              **shared)
                         for context in self.contexts
                     ]

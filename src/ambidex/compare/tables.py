@@ -19,7 +19,10 @@ DASH: Final = "–"
 LEADERS: Final = (PolicyName.HYBRIDGEN, PolicyName.BOUNDED)
 """Policies whose variants are held against all others."""
 RATIO_NOTE: Final = "Times as fast as the others; in brackets, likeliest tokens equal to full attention's, own : theirs"
-FRONT_NOTE: Final = "Methods that none of the others beats in both speed and likeliest tokens equal, the fastest first"
+FRONT_NOTE: Final = (
+    "Methods than which no other is better in speed or likeliest tokens equal and as good in both, the fastest first "
+    "(speeds whose 20–80 % overlap are as good)"
+)
 FRONT_COLUMNS: Final = ("context", "batch", "KV on accelerator", "on the front")
 FORM_NOTE: Final = (
     "Steps op by op are computed by Python, one operation after the other; recorded ones (captured on a GPU, programs "
@@ -133,16 +136,21 @@ def find_entries(lines: Sequence[Line]) -> list[Entry]:
 
 
 def find_front(entries: Sequence[Entry]) -> list[Entry]:
-    """Those of one point that none of the others beats in both speed and quality, the fastest first."""
-    known = sorted(
-        (entry for entry in entries if entry.top1_equal is not None),
-        key=lambda entry: (entry.step_ms, -(entry.top1_equal or 0.0)),
-    )
-    front: list[Entry] = []
-    for entry in known:
-        if not front or (entry.top1_equal or 0.0) > (front[-1].top1_equal or 0.0):
-            front.append(entry)
-    return front
+    """Those of one point that none of the others beats, the fastest first.
+
+    Another one does if it is as good in speed and quality and better in one of them; speeds whose 20 to 80 % ranges
+    overlap are the same.
+    """
+    known = sorted((entry for entry in entries if entry.top1_equal is not None), key=lambda entry: entry.step_ms)
+    return [entry for entry in known if not any(_beats(other, entry) for other in known)]
+
+
+def _beats(one: Entry, other: Entry) -> bool:
+    quality, others = one.top1_equal or 0.0, other.top1_equal or 0.0
+    ours, theirs = one.speed["step_s"], other.speed["step_s"]
+    if quality > others:
+        return bool(ours["q20"] <= theirs["q80"])
+    return bool(quality == others and ours["q80"] < theirs["q20"])
 
 
 def find_fronts(entries: Sequence[Entry]) -> list[list[str]]:

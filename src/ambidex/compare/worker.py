@@ -115,7 +115,7 @@ def _measure_quality(config: EngineConfig, cells: Sequence[Cell], text: str) -> 
     yield 0, {"begun": 0}
     if config.policy in LANE_PRESETS:  # all keys are attended, and op by op there may be nobody to read them its way
         config = dataclasses.replace(config, policy=PolicyName.EXACT)
-    teacher = Teacher(config)
+    teacher = Teacher(config, as_answered=True)
     tokenizer = teacher.engine.tokenizer
     if config.load_format is LoadFormat.DUMMY:  # no words mean anything to random weights
         longest = Point(context=max(cell.context for cell in cells) + 1, batch=1)
@@ -127,7 +127,7 @@ def _measure_quality(config: EngineConfig, cells: Sequence[Cell], text: str) -> 
         window = Text(token_ids=ids, context=cell.context, num_predicted=cell.settings["predict"], num_windows=1)
         try:
             agreement = measure_agreement(teacher, window, against_exact=True).record()
-            record: dict[str, Any] = {"agreement": agreement, "secrets": None, "no_secrets": None}
+            record: dict[str, Any] = {"agreement": agreement, "secrets": None, "no_secrets": None, "form": teacher.form}
         except CallerError as error:
             yield index, {"index": index, "failed": str(error)}
             continue

@@ -29,6 +29,9 @@ STREAM_PIECE_BYTES: Final = 32 * MIB
 more merge of all queries' states, so larger ones are better; 8192 tokens of 8 heads of 128 16-bit numbers."""
 SCORE_BUFFERS: Final = 2
 """Layers whose early scores the host holds: one is read while the next is computed."""
+FIXED_SCORE_BYTES: Final = 32 * MIB
+"""Bytes of early scores that a decode step of fixed form brings to the accelerator, if one context has no more: with 32
+heads in 16-bit numbers those of 349K keys."""
 NEAR_SLACK: Final = 64
 """Steps until the near rows on the accelerator are moved to the front of their buffer."""
 TILE_DIMS: Final = 32
@@ -173,6 +176,7 @@ class StreamBuffers:
         max_requests: int = 0,
         step_bytes: int = 0,
         num_q_heads: int = 0,
+        most_share: float = STEP_MOST_SHARE,
     ) -> "StreamBuffers":
         """Buffers for contexts of at most `max_context_len` tokens over a pool of DRAM.
 
@@ -180,8 +184,9 @@ class StreamBuffers:
             max_requests: of a decode step.
             step_bytes: that its buffers may take.
             num_q_heads: of a model whose decode steps scan keys over the link; 0: they do not.
+            most_share: of a context's blocks that decode steps stream at most.
         """
-        most_blocks = math.ceil(STEP_MOST_SHARE * kv.num_blocks(max_context_len)) * max_requests
+        most_blocks = math.ceil(most_share * kv.num_blocks(max_context_len)) * max_requests
         row_bytes = 2 * kv.num_kv_heads * kv.head_dim * number_bytes * kv.block_size
         of_rows = row_bytes if kv.dtype.has_scales else 0
         fitting = step_bytes // (STEP_BUFFERS * kv.bytes_per_token_layer * kv.block_size + of_rows)
@@ -220,6 +225,8 @@ class KeptRows:
     """Of a number of the rows, and of a score on its way to the accelerator."""
     num_q_heads: int = 0
     num_near: int = 0
+    is_fixed: bool = False
+    """Decode steps have a fixed form, which holds the scores of all its requests at once."""
 
     @property
     def part_bytes_per_layer(self) -> int:
@@ -233,11 +240,25 @@ class KeptRows:
 
     def gpu_bytes(self, num_requests: int, max_context_len: int) -> int:
         """Bytes on the accelerator: near rows of so many requests, and the early scores of one, as they come and in
-        fp32."""
+        fp32; those of a step of fixed form besides."""
         if not self.num_q_heads:
             return 0
         near = num_near_rows(self.num_near) * 2 * self.num_layers * self.part_bytes_per_layer
-        return num_requests * near + max_context_len * self.num_q_heads * (self.number_bytes + DType.FP32.num_bytes)
+        scores = max_context_len * self.num_q_heads * (self.number_bytes + DType.FP32.num_bytes)
+        fixed = self.max_fixed_keys(num_requests, max_context_len) * self._fixed_key_bytes
+        return num_requests * near + scores + fixed
+
+    def max_fixed_keys(self, num_requests: int, max_context_len: int) -> int:
+        """Far keys of all requests of a step of fixed form, at most; 0: there are no such steps."""
+        if not self.is_fixed:
+            return 0
+        fitting = max(max_context_len, FIXED_SCORE_BYTES // self._fixed_key_bytes)
+        return min(num_requests * max_context_len, fitting)
+
+    @property
+    def _fixed_key_bytes(self) -> int:
+        """Bytes of a key in such steps: its scores, and a number of 4 bytes of each KV head."""
+        return self.num_q_heads * self.number_bytes + self.num_kv_heads * DType.FP32.num_bytes
 
 
 def num_near_rows(num_near: int) -> int:

@@ -52,21 +52,51 @@ class SelectionDecision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LaneTimes:
+    """Seconds of a step on the accelerator, and what the link and the CPU lane would need for all its keys in DRAM, by
+    their rates."""
+
+    step_s: float
+    link_s: float
+    dram_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareSeen:
+    """What a step shows: `cpu_last` is the share of its layers in which the CPU lane ended last (None: it had no keys),
+    `asked` the share of the keys in DRAM that was asked for, `achieved` what the stream lane really took: less where
+    its buffer is full. `times` None: nobody has timed it."""
+
+    cpu_last: float | None
+    asked: float
+    achieved: float
+    times: LaneTimes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShareState:
     """Which share of the keys in DRAM the stream lane reads, the next step's size, and the last one's direction (1
-    more, −1 less, 0 none yet)."""
+    more, −1 less, 0 none yet).
+
+    What is known of about as many keys as the link needs `link_s` for: mean seconds of steps of both lanes and of those
+    where all keys travelled, how many steps the last form had, the share before it, and whether it may be had.
+    """
 
     share: float
     step: float
     direction: int
+    link_s: float | None = None
+    mixed_s: float | None = None
+    alone_s: float | None = None
+    num_steps: int = 0
+    mixed_share: float = 0.0
+    may_be_alone: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareDecision:
-    """What became of a share: `cpu_last` is the share of the step's layers in which the CPU lane ended last, `achieved`
-    the share that the stream lane really took."""
+    """What became of a share by what a step showed."""
 
     before: ShareState
-    cpu_last: float
-    achieved: float
+    seen: ShareSeen
     after: ShareState

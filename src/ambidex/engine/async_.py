@@ -21,6 +21,7 @@ from ambidex.engine.engine import Engine
 from ambidex.engine.outputs import RequestOutput
 from ambidex.engine.pulse import Stage
 from ambidex.engine.report import EngineReport
+from ambidex.engine.run_plan import DecodeOutcome
 from ambidex.engine.status import EngineStatus
 from ambidex.engine.text_side import Prompt, TextSide
 from ambidex.text.tokenizer import Tokenizer
@@ -112,6 +113,10 @@ class AsyncLLM:
             beat=pulse.now,
             last_token_s=pulse.last_token_s,
         )
+
+    async def decode_outcome(self) -> DecodeOutcome | None:
+        """Decode steps so far beside what was predicted of them; None: no decode step has run."""
+        return self._engine.decode_outcome()
 
     async def probe(self) -> None:
         """Return when the engine's thread has taken in a message: at once if it is idle, else after the step.

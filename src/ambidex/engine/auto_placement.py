@@ -10,7 +10,7 @@ from ambidex.core.errors import ConfigError
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.placement import Placement
 from ambidex.core.units import format_size
-from ambidex.cost.step import predict_step
+from ambidex.cost.step import StepPrediction, predict_step
 from ambidex.cost.units import BLOCK_SIZE, kv_specs, make_units, most_streamed
 from ambidex.cost.weights import ModelWeights, Residence, count_weights
 from ambidex.cost.workload import KVShares, Workload
@@ -75,11 +75,16 @@ class AutoPlacement:
 
     def predict_step_s(self, batch: int, context: int) -> float | None:
         """Seconds of a decode step of other traffic; None if its keys do not fit beside the weights."""
+        step = self.predict_step(batch, context)
+        return None if step is None else step.step_s
+
+    def predict_step(self, batch: int, context: int) -> StepPrediction | None:
+        """A decode step of other traffic; None if its keys do not fit beside the weights."""
         workload = replace(self.workload, batch=max(1, batch), context=max(1, context))
         units = make_units(self.spec, self.weights, self.profile, workload, dtype=self.dtype, mlp_reads=self.mlp_reads)
         problem = replace(self.problem, units=units)
         kv = keys_that_fit(problem, Where(placement=self.placement, kv=self.solution.kv))
-        return None if kv is None else predict_step(units, self.placement, kv).step_s
+        return None if kv is None else predict_step(units, self.placement, kv)
 
     def rows(self) -> list[ReportRow]:
         """What `ambidex plan` says, for the engine's report."""

@@ -8,6 +8,7 @@ from ambidex.core.ids import RequestId
 from ambidex.core.request import Request, SamplingParams
 from ambidex.engine.outputs import RequestOutput
 from ambidex.engine.report import EngineReport
+from ambidex.engine.run_plan import DecodeOutcome
 from ambidex.engine.status import EngineStatus
 from ambidex.engine.text_side import TextSide
 
@@ -62,6 +63,9 @@ class EngineClient(Protocol):
 
     async def status(self) -> EngineStatus:
         """Counters and queue as of the last step, and where the engine is now; does not wait for the step."""
+
+    async def decode_outcome(self) -> DecodeOutcome | None:
+        """Decode steps so far beside what was predicted of them; None: no decode step has run."""
 
     async def num_computed_tokens(self, request_ids: Sequence[RequestId]) -> list[int]:
         """Tokens of live requests that are computed so far; 0 for one that is not known."""

@@ -11,6 +11,7 @@ from ambidex.engine.auto_placement import Predict
 from ambidex.engine.core import EngineCore
 from ambidex.engine.outputs import AnswerText, RequestOutput
 from ambidex.engine.report import EngineFigures, EngineReport
+from ambidex.engine.run_plan import DecodeOutcome
 from ambidex.engine.sessions import Sessions
 from ambidex.engine.stats import EngineStats
 from ambidex.engine.text_side import Prompt, TextSide
@@ -88,6 +89,20 @@ class Engine:
         batch = round(stats.num_decode_tokens / stats.num_decode_steps)
         predicted = self._predict_step(batch, round(stats.num_decode_keys / stats.num_decode_tokens))
         return None if predicted is None else (predicted, stats.decode_seconds / stats.num_decode_steps)
+
+    def decode_outcome(self) -> DecodeOutcome | None:
+        """Decode steps so far beside what was predicted of them; None: no decode step has run."""
+        stats = self.core.stats
+        if not stats.num_decode_tokens or not stats.num_decode_steps:
+            return None
+        compared = self.compare_decode()
+        return DecodeOutcome(
+            num_steps=stats.num_decode_steps,
+            measured_s=stats.decode_seconds / stats.num_decode_steps,
+            batch=stats.num_decode_tokens / stats.num_decode_steps,
+            context=round(stats.num_decode_keys / stats.num_decode_tokens),
+            predicted_s=None if compared is None else compared[0],
+        )
 
     @property
     def has_work(self) -> bool:

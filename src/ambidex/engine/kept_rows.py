@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from ambidex.core.config import EngineConfig
 from ambidex.core.ids import Tier
-from ambidex.core.kv_spec import KeptRows, KVSpec
+from ambidex.core.kv_spec import KeptRows, KVOrder, KVSpec
 from ambidex.core.model_spec import ModelSpec
-from ambidex.core.policy import PolicyName, PolicySettings
+from ambidex.core.policy import HybridGenFeedback, HybridGenMode, PolicyName, PolicySettings
 
 
 def choose_kept_rows(
@@ -17,6 +17,7 @@ def choose_kept_rows(
     *,
     is_native: bool,
     is_cuda: bool,
+    is_fixed: bool,
 ) -> tuple[KeptRows | None, str]:
     """The rows that the engine's policy keeps, and why; None: it reads K and V from the blocks.
 
@@ -26,6 +27,7 @@ def choose_kept_rows(
     Args:
         kv: the KV cache as each tier keeps it.
         is_native: the policy has a native form, which has copies of its own.
+        is_fixed: decode steps of HybridGen have a fixed form.
     """
     is_hybridgen = settings.name is PolicyName.HYBRIDGEN
     formats = {tier.dtypes for tier in kv.values()}
@@ -42,5 +44,23 @@ def choose_kept_rows(
         number_bytes=formats.pop().k.num_bytes,
         num_q_heads=spec.num_q_heads if is_hybridgen else 0,
         num_near=settings.near_tokens or 0,
+        is_fixed=is_hybridgen and is_fixed,
     )
     return rows, "the CPU scores them, and chosen ones are read there" if is_hybridgen else "chosen ones are read there"
+
+
+def why_no_early_steps(config: EngineConfig, settings: PolicySettings, kv: Mapping[Tier, KVSpec]) -> str | None:
+    """Why decode steps of HybridGen have no fixed form; None if they may have it.
+
+    Args:
+        kv: the KV cache as each tier keeps it.
+    """
+    if settings.hybridgen_mode is HybridGenMode.PRE and settings.hybridgen_feedback is HybridGenFeedback.OFF:
+        return "in mode pre the accelerator scores what it has selected itself"
+    if config.dram_memory == 0:
+        return "no rows are kept in host memory: `dram_memory` is 0"
+    if len({tier.dtypes for tier in kv.values()}) != 1 or kv[Tier.DRAM].dtype.has_scales:
+        return "K and V in host memory have another number format"
+    if kv[Tier.DRAM].order is not KVOrder.TILES:
+        return "keys in DRAM are not in tile order"
+    return None

@@ -8,6 +8,7 @@ from ambidex.core.ids import Tier
 from ambidex.core.kv_spec import KVSpec
 from ambidex.core.ledger import MemoryLedger
 from ambidex.core.model_spec import ModelSpec
+from ambidex.engine.run_plan import RunPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +23,13 @@ class ReportRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
-    """All facts about a built engine, in the order in which they are shown."""
+    """All facts about a built engine, in the order in which they are shown.
+
+    `plan` is what lies where and how long steps should take, None where all weights and keys lie on the accelerator.
+    """
 
     facts: tuple[ReportRow, ...]
+    plan: RunPlan | None = None
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """(section, name, value, why) of each fact."""
@@ -62,7 +67,7 @@ class EngineFigures:
     """What a built engine is, in numbers, for those that compute with them; the report says it to people.
 
     `device` is torch's name of the accelerator, `dtype` the format of weights (but of those that
-    are kept quantised), `kv` the cache as each tier keeps it.
+    are kept quantised), `kv` the cache as each tier keeps it. `scans_keys`: the bounded policy has its native form.
     """
 
     spec: ModelSpec
@@ -73,3 +78,4 @@ class EngineFigures:
     kv: Mapping[Tier, KVSpec]
     num_blocks: Mapping[Tier, int]
     ledger: MemoryLedger
+    scans_keys: bool = False

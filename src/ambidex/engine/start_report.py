@@ -12,6 +12,7 @@ from ambidex.engine.kv_format import KVFormat
 from ambidex.engine.kv_report import region_rows
 from ambidex.engine.memory import MemoryPlan
 from ambidex.engine.report import EngineReport, ReportRow
+from ambidex.engine.run_plan import RunPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,7 @@ def make_report(
     fallbacks: Sequence[ReportRow],
     more_kv: Sequence[ReportRow] = (),
     cxl: Sequence[ReportRow] = (),
+    plan: RunPlan | None = None,
 ) -> EngineReport:
     """All facts, in the order in which they are shown.
 
@@ -44,6 +46,7 @@ def make_report(
         fallbacks: what the engine does without.
         more_kv: of the KV cache.
         cxl: where K and V in host memory lie, if not all in DRAM.
+        plan: what lies where, if not all lies on the accelerator.
     """
     rows = [*_model_rows(model_name, spec), *compute, *_kv_rows(config, kv, memory, pools), *more_kv]
     for tier, pool in pools.items():
@@ -54,7 +57,7 @@ def make_report(
         ReportRow(section="settings", name=field.name, value=str(getattr(config, field.name)))
         for field in dataclasses.fields(config)
     ]
-    return EngineReport(facts=tuple(rows))
+    return EngineReport(facts=tuple(rows), plan=plan)
 
 
 def _model_rows(name: str, spec: ModelSpec) -> list[ReportRow]:

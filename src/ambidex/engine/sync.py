@@ -15,6 +15,7 @@ from ambidex.engine.engine import Engine
 from ambidex.engine.interrupts import holding_interrupts
 from ambidex.engine.outputs import RequestOutput
 from ambidex.engine.report import EngineReport
+from ambidex.engine.run_plan import DecodeOutcome
 from ambidex.engine.stats import EngineStats
 from ambidex.engine.text_side import Prompt
 from ambidex.text.tokenizer import Tokenizer
@@ -61,6 +62,10 @@ class LLM:
     def compare_decode(self) -> tuple[float, float] | None:
         """Seconds of a decode step, predicted and measured; None without `placement` auto or before one has run."""
         return self._engine.compare_decode()
+
+    def decode_outcome(self) -> DecodeOutcome | None:
+        """Decode steps so far beside what was predicted of them; None: no decode step has run."""
+        return self._engine.decode_outcome()
 
     def generate(
         self,

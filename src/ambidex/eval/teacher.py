@@ -3,6 +3,10 @@
 The tokens behind a prompt are handed over as an answer that is known already. The engine computes them as it does
 after a preemption: several in a step, each one a decode query with the keys that the policy chooses for it. A text that
 is all prompt attends all keys, whatever the policy: that is the exact run.
+
+Under the bounded policy in its native form that is another computation than a decode step's, so there, if it is asked
+for, each known token has a step of its own, of the very form that answers are made in: what the step chose is put aside
+for the token that is known.
 """
 
 import itertools
@@ -17,12 +21,14 @@ from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import EngineConfig, Graphs
 from ambidex.core.errors import ConfigError, RequestFailedError
 from ambidex.core.ids import RequestId
+from ambidex.core.policy import PolicyName
 from ambidex.core.request import Request, SamplingParams
 from ambidex.core.selection import SelectionSetting
 from ambidex.core.step import SelectionFigures, StepPlan
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.models.base import AttentionOp, CausalLM
+from ambidex.runner.decode import DecodeOutput
 from ambidex.runner.input_batch import InputBatch
 from ambidex.runner.runner import ModelRunner, call_model
 
@@ -34,17 +40,42 @@ class Teacher:
 
     Args:
         progress: called with (bytes read, bytes in all) while weights load.
+        as_answered: under `policy` bounded, decode queries are computed by its native form where there is one; where
+            keys lie is then a part of what is measured. Else, and for other policies, op by op.
+        verify_every: of so many of its choices one is computed again, if `config.verify` is set; None: as it is by
+            default.
     Raises:
         ConfigError, ModelError: the settings or the model cannot be used.
         MachineError: the machine has not what they need.
     """
 
-    def __init__(self, config: EngineConfig, *, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        progress: Progress | None = None,
+        as_answered: bool = False,
+        verify_every: int | None = None,
+    ) -> None:
         self._wanted = slice(0, 0)
         self._logprobs: list[Tensor] = []
+        self._num_told = 0
         self._numbers = itertools.count()
-        ordinary = replace(config, graphs=Graphs.OFF)  # a step that is replayed does not come by here
-        self.engine: Engine = build_engine(ordinary, progress=progress, forward=self._forward)
+        is_bounded = as_answered and config.policy is PolicyName.BOUNDED
+        # else a step that is replayed does not come by here
+        config = config if is_bounded else replace(config, graphs=Graphs.OFF)
+        self.engine: Engine = build_engine(
+            config,
+            progress=progress,
+            forward=self._forward,
+            watch_decode=self._take,
+            verify_every=verify_every,
+        )
+
+    @property
+    def form(self) -> str:
+        """How decode queries are computed: `native`, or `op by op`."""
+        return "native" if self.engine.figures.scans_keys else "op by op"
 
     def check_length(self, num_tokens: int, *, flag: str) -> None:
         """See to it that a text of so many tokens can be run.
@@ -72,8 +103,11 @@ class Teacher:
         Args:
             first: read from this token on instead; what lies in the prompt was computed with all keys.
         """
+        first = num_prompt if first is None else first
+        if self.engine.figures.scans_keys:
+            return self._decode(token_ids, num_prompt=num_prompt, first=first)
         self.engine.core.stats.selection = None
-        logprobs = self._run(token_ids, num_prompt=num_prompt, first=num_prompt if first is None else first)
+        logprobs = self._run(token_ids, num_prompt=num_prompt, first=first)
         return logprobs, self.engine.core.stats.selection
 
     def with_settings(
@@ -132,6 +166,40 @@ class Teacher:
         self._end(request)
         return torch.cat(self._logprobs)
 
+    def _decode(
+        self, token_ids: Sequence[int], *, num_prompt: int, first: int
+    ) -> tuple[Tensor, SelectionFigures | None]:
+        """Each token behind the prompt in a step of its own.
+
+        Raises:
+            RequestFailedError: the engine could not compute it, or not in the form that it has for such steps.
+        """
+        core = self.engine.core
+        request = _request(next(self._numbers), token_ids, num_prompt)
+        request.output_token_ids.clear()
+        self._wanted, self._logprobs = slice(first, num_prompt), []
+        figures: SelectionFigures | None = None
+        core.scheduler.add(request)
+        while request.num_computed_tokens < len(token_ids) and request.error is None:
+            num_told, plan = self._num_told, core.scheduler.schedule()
+            result = core.executor.execute(plan)
+            core.scheduler.update(plan, result)
+            if result.selection is not None:
+                figures = result.selection if figures is None else figures.join(result.selection)
+            num_known = num_prompt + len(request.output_token_ids)
+            if result.tokens and num_known <= len(token_ids):
+                request.output_token_ids[-1] = token_ids[num_known - 1]
+            is_decode = any(chunk.start >= num_prompt for chunk in plan.requests)
+            if is_decode and self._num_told == num_told and request.error is None:
+                request.error = "a decode step took the ordinary path, where all keys are attended"
+        self._end(request)
+        return torch.cat(self._logprobs)[max(0, first - num_prompt) :], figures
+
+    def _take(self, output: DecodeOutput) -> None:
+        """Read what a decode step of a form of its own gave, before the next one overwrites it."""
+        self._num_told += 1
+        self._logprobs.append(torch.log_softmax(output.logits[:1], dim=-1))
+
     def _end(self, request: Request) -> None:
         """Give back what a request holds. Raises: RequestFailedError: it had failed."""
         core, error = self.engine.core, request.error
@@ -143,7 +211,8 @@ class Teacher:
 
     def _forward(self, model: CausalLM, batch: InputBatch, attention: AttentionOp) -> Tensor:
         hidden = call_model(model, batch, attention)
-        assert isinstance(attention, TieredAttention | SelectiveAttention), "steps take the ordinary path"
+        if not isinstance(attention, TieredAttention | SelectiveAttention):  # `_take` is told of these steps
+            return hidden
         wanted = (batch.positions >= self._wanted.start) & (batch.positions < self._wanted.stop)
         self._logprobs.append(torch.log_softmax(model.logits(hidden[wanted]), dim=-1))
         return hidden

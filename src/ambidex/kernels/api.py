@@ -2,8 +2,8 @@
 
 Letters: T tokens of the step, S keys, Hq and Hkv heads, D head_dim, N blocks of a pool, P tokens of a block. All ops
 are pure functions of their tensors except `store_rows` and `rotate_and_store`; none synchronises with a device, except
-the references of `attend_paged` and `attend_scanned`. Kernels in Triton are imported when one is chosen: a machine
-without it runs the rest.
+the references of `attend_paged`, `attend_scanned` and `attend_early`. Kernels in Triton are imported when one is
+chosen: a machine without it runs the rest.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,8 @@ from ambidex.core.errors import ShapeError
 from ambidex.kernels.cpu import memory, native
 from ambidex.kernels.cpu import rows as native_rows
 from ambidex.kernels.dispatch import choose
-from ambidex.kernels.reference import activation, chosen, kv_store, kv_tiles, paged, quantize, rope, scanned
+from ambidex.kernels.early_rows import EarlyRows
+from ambidex.kernels.reference import activation, chosen, early, kv_store, kv_tiles, paged, quantize, rope, scanned
 from ambidex.kernels.reference import attention as reference_attention
 from ambidex.kernels.reference import merge as reference_merge
 from ambidex.kernels.reference import norm as reference_norm
@@ -279,6 +280,45 @@ def attend_chosen(
 def chosen_probs(q: Tensor, near_k: Tensor, given: Tensor, *, scale: float) -> Tensor:
     """What each key weighs in `attend_chosen`: [Hkv, Hq / Hkv, M + n] fp32, near keys last."""
     return chosen.chosen_probs(q, near_k, given, scale=scale)
+
+
+def attend_early(
+    q: Tensor, near_k: Tensor, near_v: Tensor, scores: Tensor, rows: EarlyRows, *, layer_idx: int, scale: float
+) -> Tensor:
+    """Attend with one query of each request over all its near keys and the far ones that early scores put first, which
+    get these scores: of each KV head so many with the largest score of its query heads, of equal ones the earlier.
+
+    Args:
+        q: [B, Hq, D], in the dtype of near rows; query head h reads KV head h // (Hq / Hkv).
+        near_k, near_v: [Hkv, S, R, D], one layer of near rows of S requests, contiguous but for the first axis.
+        scores: [n] in any floating format; of each request [Hkv, Hq / Hkv, far], scaled, one behind the other; on a GPU
+            it may lie in pinned host memory.
+        rows: of each request, on the device. NOTE: numbers that point beyond scores, near rows or rows of V are not
+            found out.
+        layer_idx: of the rows of V that are read.
+        scale: factor of q·k of near keys.
+    Returns:
+        [B, Hq, D] in the dtype of q; 0 for a request without keys.
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+    Cost: reads the scores once, the near rows, and of V the chosen rows. The launches depend on shapes alone, so a CUDA
+        graph may hold them; beside the answer it takes as much memory as the scores, and 4 bytes a key and KV head.
+    """
+    check_shapes(
+        q=(q, "B Hq D"), near_k=(near_k, "Hkv S R D"), near_v=(near_v, "Hkv S R D"), scores=(scores, "n"),
+        near_first=(rows.near_first, "B"), near_num=(rows.near_num, "B"), far_num=(rows.far_num, "B"),
+        num_selected=(rows.num_selected, "B"), score_first=(rows.score_first, "B"), v_address=(rows.v_address, "B"),
+        capacity=(rows.capacity, "B"),
+    )  # fmt: skip
+    check_alike(q=q, near_k=near_k, near_v=near_v)
+    _check_pools(near_k, near_v)
+    if q.shape[1] % near_k.shape[0]:
+        raise ShapeError(f"q: expected a multiple of {near_k.shape[0]} heads, got {q.shape[1]}")
+    if choose("attend_early", q.device.type).name == "triton":
+        from ambidex.kernels.triton import attend_early as triton_early
+
+        return triton_early.attend_early(q, near_k, near_v, scores, rows, layer_idx=layer_idx, scale=scale)
+    return early.attend_early(q, near_k, near_v, scores, rows, layer_idx=layer_idx, scale=scale)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ IMPLEMENTATIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "attend_paged": ("reference", "triton"),
     "attend_tiles": ("reference", "triton"),
     "attend_chosen": ("reference", "triton"),
+    "attend_early": ("reference", "triton"),
     "attend_scanned": ("reference", "triton"),
     "merge_states": ("reference", "native", "triton"),
     "linear": ("reference", "torch", "native"),

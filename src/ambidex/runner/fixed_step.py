@@ -77,8 +77,8 @@ class FixedStep:
         paged = PagedAttention(self._spec, self._pool, rows)
         attention: AttentionOp = paged
         hybrid: HybridAttention | None = None
-        if host is not None and host.keys is not None:
-            attention = hybrid = self._lanes.hybrid(paged, host.keys, rows)
+        if self._lanes.sees_dram:
+            attention = hybrid = self._lanes.hybrid(paged, None if host is None else host.keys, rows)
         logits = self.logits[:num_rows]
         with self._lanes.handing_over(host), self._clock.span(Part.STEP) if self._clock is not None else nullcontext():
             if hybrid is not None:

@@ -5,10 +5,10 @@
 
 A step has this form if each request has one new token whose block lies on the accelerator; others take the ordinary
 path. Where older keys lie in DRAM the CPU lane answers each layer (`attention/handover.py`); such a step has a graph of
-its own, and another one where the bounded policy scans those keys. The first step of a bucket runs as it is, which is
-its answer and warms everything up, and is then captured; where it waits for the CPU it has run before without its
-answers, so that no lane waits for a compiler. If capturing fails, graphs are given up with one warning, and
-every step takes the ordinary path.
+its own, another one where all of them travel to the accelerator, and one where the bounded policy scans them. The first
+step of a bucket runs as it is, which is its answer and warms everything up, and is then captured; where it waits for
+the CPU it has run before without its answers, so that no lane waits for a compiler. If capturing fails, graphs are
+given up with one warning, and every step takes the ordinary path.
 """
 
 import itertools
@@ -35,6 +35,7 @@ from ambidex.runner.step_lanes import LaneSettings, StepLanes
 from ambidex.storage.kv_pool import KVPool
 from ambidex.storage.lane_clock import StepTimes
 from ambidex.storage.pinned import is_out_of_memory
+from ambidex.storage.step_stream import StepStream
 from ambidex.storage.step_watch import StepWatch
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class _Form(NamedTuple):
     """What a captured step is for; others launch other things."""
 
     num_rows: int
+    sees_dram: bool
     has_cpu_keys: bool
     is_scanned: bool
 
@@ -106,6 +108,7 @@ class DecodeSteps:
         Cost: a copy of a few KiB to the device and one launch; waits for nothing.
         """
         num_rows = self._bucket(len(requests))
+        self._lanes.follow_last()
         if self._is_given_up or num_rows is None or not self._batch.try_prepare(requests, num_rows):
             return None
         is_replayed = self._run(num_rows)
@@ -134,7 +137,7 @@ class DecodeSteps:
         num_rows = self._bucket(len(requests))
         if self._is_given_up or num_rows is None:
             return None
-        replay = self._replays.get(_Form(num_rows, has_cpu_keys=False, is_scanned=False))
+        replay = self._replays.get(_Form(num_rows, sees_dram=False, has_cpu_keys=False, is_scanned=False))
         if replay is None or self._lanes.places_weights(num_rows):
             return None
         if not self._batch.try_prepare(requests, num_rows, self._launched_rows, may_see_dram=False):
@@ -176,41 +179,64 @@ class DecodeSteps:
         self._times = self._times_of.get(form)
         if self._clock is not None:
             self._clock.start_cpu(self._times)
-        if host is None:
+        if host is None and self._lanes.stream is None:
             replay()
-            return True
-        stream = self._lanes.stream_of(batches)
-        host.reset()
+        else:
+            self._replay_beside(replay, num_rows, host, batches)
+        return True
+
+    def _replay_beside(
+        self,
+        replay: Callable[[], None],
+        num_rows: int,
+        host: HostAnswers | None,
+        batches: Sequence[KeyBatch] | None,
+    ) -> None:
+        """Replay a step in which other lanes have a part: what the CPU does, `host`, and the stream lane."""
+        stream = self._lanes.stream
+        sides: list[HostAnswers | StepStream] = [side for side in (host, stream) if side is not None]
         launched = threading.Event()
 
         def release() -> None:
             launched.set()
-            host.release()
-            if stream is not None:
-                stream.release()
+            for side in sides:
+                side.release()
 
+        def describe() -> str:
+            return "; ".join(side.describe() for side in sides)
+
+        if host is not None:
+            host.reset()
         try:
-            what = f"a step of {num_rows} rows"
-            with self._watch.watching(what, describe=host.describe, release=release) as step:
+            with self._watch.watching(f"a step of {num_rows} rows", describe=describe, release=release) as step:
                 if stream is not None:
                     stream.start(self._batch.stream_runs, launched)
-                with host.answering_replay(batches):
-                    replay()
+                with host.answering_replay(batches) if host is not None else nullcontext():
+                    with self._lanes.timer.timing():
+                        replay()
+                    if stream is not None:
+                        stream.mark_launched()
                     launched.set()
                     step.mark_launched()
                 if stream is not None:
                     stream.finish()
         except BaseException:  # the other sides wait for what is not launched or not answered any more
             release()
-            host.mark_launched()
+            for side in sides:
+                side.mark_launched()
             raise
-        if host.keys is not None:
-            self._lanes.follow(host.keys, is_alone=host.weights is None)
-        return True
+        if host is None or host.keys is not None:
+            keys, weights = (None, None) if host is None else (host.keys, host.weights)
+            self._lanes.follow(keys, has_weights=weights is not None)
 
     def _form(self, num_rows: int) -> "_Form":
         batch = self._batch
-        return _Form(num_rows, has_cpu_keys=batch.key_batches is not None, is_scanned=batch.is_scanned)
+        return _Form(
+            num_rows,
+            sees_dram=batch.key_batches is not None,
+            has_cpu_keys=batch.has_cpu_keys,
+            is_scanned=batch.is_scanned,
+        )
 
     def _new_times(self) -> StepTimes | None:
         return None if self._clock is None else StepTimes(self._device)
@@ -248,16 +274,17 @@ class DecodeSteps:
     def _launch(self, num_rows: int, host: HostAnswers | None, batches: Sequence[KeyBatch] | None) -> None:
         """Run a step without a graph."""
         if host is None:
-            self._step.compute(num_rows, None)
+            with self._lanes.inline_stream():
+                self._step.compute(num_rows, None)
             return
         host.reset()
         what = f"a first step of {num_rows} rows"
         with self._watch.watching(what, describe=host.describe, release=host.release) as step:
             step.mark_launched()  # without a graph it takes as long as it takes
-            with host.answering(batches), self._lanes.inline_stream(batches):
+            with host.answering(batches), self._lanes.inline_stream():
                 self._step.compute(num_rows, host)
 
-    def _rehearse(self, num_rows: int, host: HostAnswers, batches: Sequence[KeyBatch] | None) -> None:
+    def _rehearse(self, num_rows: int, host: HostAnswers) -> None:
         """Run a step with whatever lies where the CPU's answers would: kernels that are compiled meanwhile, for
         seconds, are ready before one lane waits for another within a limit. What it gives is worthless.
 
@@ -266,7 +293,7 @@ class DecodeSteps:
         host.reset()
         host.release()
         try:
-            with self._lanes.inline_stream(batches):
+            with self._lanes.inline_stream():
                 self._step.compute(num_rows, host)
         finally:
             host.mark_launched()
@@ -281,7 +308,7 @@ class DecodeSteps:
         """
         try:
             if host is not None:
-                self._rehearse(num_rows, host, batches)
+                self._rehearse(num_rows, host)
             self._launch(num_rows, host, batches)
             times = self._new_times()
             with self._clock.timing(times) if self._clock is not None and times is not None else nullcontext():

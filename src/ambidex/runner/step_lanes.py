@@ -20,14 +20,15 @@ from ambidex.attention.decode_batch import DecodeBatch
 from ambidex.attention.decode_inputs import DecodeInputs, DecodeRows
 from ambidex.attention.handover import Handover
 from ambidex.attention.hybrid import HybridAttention
+from ambidex.attention.lane_share import LaneBalance
 from ambidex.attention.paged import PagedAttention
 from ambidex.attention.scan_check import AnswerCopies
 from ambidex.attention.scan_rule import ScanAlways, ScanRule
 from ambidex.attention.scanned import ScanLane, ScannedAttention
-from ambidex.attention.streamed import LaneBalance, StreamedAttention
+from ambidex.attention.streamed import LaneRates, StreamedAttention
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.model_spec import ModelSpec
-from ambidex.core.selection import ShareDecision
+from ambidex.core.selection import LaneTimes, ShareDecision, ShareSeen
 from ambidex.core.step import ScheduledRequest, SelectionFigures
 from ambidex.kernels.cpu.native import KeyBatch, ThreadPool
 from ambidex.kernels.cpu.recorded import Arena
@@ -35,7 +36,7 @@ from ambidex.mlp.handover import WeightHandover
 from ambidex.mlp.split_site import WeightLanes
 from ambidex.runner.host_answers import HostAnswers
 from ambidex.storage.kv_pool import KVPool
-from ambidex.storage.lane_clock import LaneClock
+from ambidex.storage.lane_clock import LaneClock, RunTimer
 from ambidex.storage.step_stream import StepStream
 from ambidex.storage.tiled_pool import TiledKVPool
 from ambidex.storage.words import HostWords, StreamWords
@@ -46,16 +47,18 @@ class LaneSettings:
     """Which lanes there are.
 
     `stream_share` of the keys in DRAM, 0 to 1, is what the stream lane reads, if `why_no_stream` has nothing against
-    it, in at most `stream_blocks` blocks of a layer. With `follows_lanes` that share changes from step to step so that
-    the lanes end together, as does the scan lane's; `tell` is told how. `weights` are the lanes of divided weights;
-    None: all lie on the accelerator. By `bounded` the lanes of DRAM leave out keys; None: they attend all of their own.
-    With it, `scan_rule` says which steps scan their keys (in the others all are attended; None: all steps do), and
-    `scan_lane` is what the accelerator scans with; None: the CPU lane scans all. `clock` times the lanes of each step.
+    it, in at most `stream_blocks` blocks of a layer. With `follows_lanes` that share changes from step to step
+    (`attention/lane_share.py`), as does the scan lane's; `tell` is told how, and `rates` are what both lanes read with.
+    `weights` are the lanes of divided weights; None: all lie on the accelerator. By `bounded` the lanes of DRAM leave
+    out keys; None: they attend all of their own. With it, `scan_rule` says which steps scan their keys (in the others
+    all are attended; None: all steps do), and `scan_lane` is what the accelerator scans with; None: the CPU lane scans
+    all. `clock` times the lanes of each step.
     """
 
     stream_share: float
     stream_blocks: int
     follows_lanes: bool
+    rates: LaneRates | None = None
     weights: WeightLanes | None = None
     bounded: BoundedScan | None = None
     scan_rule: ScanRule | ScanAlways | None = None
@@ -98,6 +101,11 @@ class StepLanes:
         follows = settings.follows_lanes and share > 0
         self._balance = LaneBalance(share, tell=settings.tell) if follows else None
         self._scan_balance = LaneBalance(share, tell=settings.tell) if follows and scan_lane is not None else None
+        self._rates = settings.rates
+        self.timer = RunTimer(pools[Tier.GPU].device)
+        """Of a step that is replayed."""
+        self._ended: Callable[[float | None], None] | None = None
+        """What the last step leaves to `follow_last`, from its seconds."""
         self._stream = None
         if self._dram is not None and share > 0 and settings.stream_blocks > 0:
             near = pools[Tier.GPU]
@@ -135,9 +143,9 @@ class StepLanes:
 
     def answer_alone(self, num_rows: int) -> None:
         """Do the CPU lane's part of the last step once more, as if all its queries were there: for benchmarks."""
-        batches = self.layer_batches()
-        assert batches is not None, "the last step had no keys in DRAM"
-        batches = self.scan(num_rows, batches)
+        by_window = self.batch.key_batches
+        assert by_window is not None, "the last step had no keys in DRAM"
+        batches = self.scan(num_rows, [by_window[window] for window in self._spec.windows])
         assert batches is not None, "there are as many as before"
         self._handover(num_rows).answer_alone(batches)
 
@@ -149,7 +157,9 @@ class StepLanes:
     def layer_batches(self) -> list[KeyBatch] | None:
         """The CPU lane's keys of each layer; None if it has nothing to do."""
         batches = self.batch.key_batches
-        return None if batches is None else [batches[window] for window in self._spec.windows]
+        if batches is None or not self.batch.has_cpu_keys:
+            return None
+        return [batches[window] for window in self._spec.windows]
 
     def scan(self, num_rows: int, batches: list[KeyBatch] | None) -> list[KeyBatch] | None:
         """Leave the CPU lane's keys to the bounded policy, if the step scans; returns those attended exactly."""
@@ -201,41 +211,82 @@ class StepLanes:
             )
         return self._weight_handovers[num_rows]
 
-    def follow(self, keys: Handover, *, is_alone: bool) -> None:
-        """Take from the last step what the next ones are to do.
+    @property
+    def sees_dram(self) -> bool:
+        """Some keys of the step lie in DRAM."""
+        return self.batch.key_batches is not None
+
+    def follow(self, keys: Handover | None, *, has_weights: bool) -> None:
+        """Take from a step that was launched and answered what the next ones are to do.
 
         Args:
-            is_alone: the CPU has nothing but keys to answer.
+            keys: what the CPU lane had; None: no keys.
+            has_weights: the CPU has weights to multiply, too: then its keys' answers say little of both lanes.
         """
         batch = self.batch
-        if batch.is_scanned:
+        if batch.is_scanned and keys is not None:
             num_scanned = self._spec.num_layers * self._spec.num_kv_heads * batch.num_keys[None][Tier.DRAM]
             if num_scanned:
                 self._scan_rule.note(float(keys.figures[..., 4].sum()) / self._spec.group_size / num_scanned)
-        balance = self._scan_balance if batch.is_scanned else self._balance
-        if balance is None or not is_alone:
+        if has_weights or not self.sees_dram:
             return
-        share = balance.update(keys.num_last / self._spec.num_layers, batch.streamed_share)
+        cpu_last = None if keys is None else keys.num_last / self._spec.num_layers
         if batch.is_scanned:
-            batch.scan_share = share
-        else:
-            batch.stream_share = share
+            if self._scan_balance is not None:
+                seen = ShareSeen(cpu_last=cpu_last, asked=batch.scan_share, achieved=batch.streamed_share)
+                batch.scan_share = self._scan_balance.update(seen)
+            self._ended = self._rule_follows(batch.num_dram_keys)
+            return
+        if self._balance is not None:
+            self._ended = self._share_follows(self._balance, cpu_last)
 
-    def stream_of(self, batches: Sequence[KeyBatch] | None) -> StepStream | None:
-        """The stream lane, if it has a part in the step; of a step that scans none.
+    def _share_follows(self, balance: LaneBalance, cpu_last: float | None) -> Callable[[float | None], None]:
+        """What is left to do when the step has ended and its seconds are known."""
+        batch, rates, dram = self.batch, self._rates, self._pools[Tier.DRAM].spec
+        asked, achieved = batch.stream_share, batch.streamed_share
+        num_bytes = self._spec.num_layers * dram.bytes_per_token_layer * batch.num_dram_keys
 
-        Args:
-            batches: the CPU lane's keys of each layer; None: no keys lie in DRAM.
-        """
-        return None if batches is None or self.batch.is_scanned else self._stream
+        def follow(step_s: float | None) -> None:
+            times = None
+            if step_s is not None and rates is not None:
+                times = LaneTimes(step_s=step_s, link_s=num_bytes / rates.link, dram_s=num_bytes / rates.dram)
+            if times is not None or cpu_last is not None:
+                seen = ShareSeen(cpu_last=cpu_last, asked=asked, achieved=achieved, times=times)
+                batch.stream_share = balance.update(seen)
 
-    def inline_stream(self, batches: Sequence[KeyBatch] | None) -> AbstractContextManager[None]:
+        return follow
+
+    def _rule_follows(self, num_keys: int) -> Callable[[float | None], None]:
+        """The same of a step that scanned so many keys."""
+
+        def follow(step_s: float | None) -> None:
+            if step_s is not None:
+                self._scan_rule.note_time(step_s / self._spec.num_layers, num_keys)
+
+        return follow
+
+    def follow_last(self) -> None:
+        """What the last step's time says about the next ones; before one of them is prepared."""
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended(self.timer.take())
+
+    @property
+    def stream(self) -> StepStream | None:
+        """The stream lane, if it has a part in the step; of a step that scans none."""
+        return self._stream if self.sees_dram and not self.batch.is_scanned else None
+
+    def inline_stream(self) -> AbstractContextManager[None]:
         """Within this the stream lane's copies are launched with the step."""
-        stream = self.stream_of(batches)
+        stream = self.stream
         return nullcontext() if stream is None else stream.inline(self.batch.stream_runs)
 
-    def hybrid(self, paged: PagedAttention, keys: Handover, rows: DecodeRows) -> HybridAttention:
-        """The attention of a step with keys in DRAM."""
+    def hybrid(self, paged: PagedAttention, keys: Handover | None, rows: DecodeRows) -> HybridAttention:
+        """The attention of a step with keys in DRAM.
+
+        Args:
+            keys: the way to the CPU lane; None: it has none.
+        """
         if self.batch.is_scanned:
             scanned = ScannedAttention(self._scan_lane, rows) if self._scan_lane is not None else None
             return HybridAttention(paged, keys, None, is_bounded=True, scanned=scanned, copies=self._copies_of(rows))

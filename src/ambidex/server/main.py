@@ -15,6 +15,8 @@ import uvloop
 
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import AmbidexError, ConfigError, InternalError
+from ambidex.engine.report import EngineReport
+from ambidex.engine.run_plan import DecodeOutcome
 from ambidex.engine.sessions import check_session_folder
 from ambidex.server.app import ServerApp
 from ambidex.server.config import LogFormat, ServerConfig
@@ -38,11 +40,14 @@ def serve(
     *,
     version: str = "0",
     on_bound: Callable[[str], None] = lambda _: None,
+    on_ready: Callable[[EngineReport], None] = lambda _: None,
+    on_end: Callable[[DecodeOutcome | None], None] = lambda _: None,
 ) -> None:
     """Serve a model until SIGTERM or Ctrl-C; its engine runs in a process of its own.
 
     Args:
         on_bound: called with the URL when the port is taken, before the model loads.
+        on_ready, on_end: as in `EngineService`.
     Raises:
         ConfigError: the settings are not safe, another engine uses the session folder, or the address cannot be
             listened on.
@@ -57,7 +62,7 @@ def serve(
     async def start_engine(progress: Progress) -> WorkerEngine:
         return await WorkerEngine.start(engine_config.keeping_prefixes(), progress=progress, silence_s=config.stall_s)
 
-    service = EngineService(start_engine, stall_s=config.stall_s)
+    service = EngineService(start_engine, stall_s=config.stall_s, on_ready=on_ready, on_end=on_end)
     app = ServerApp(
         service,
         config,

@@ -18,6 +18,8 @@ from typing import Final
 from ambidex.core.errors import AmbidexError, EngineLostError
 from ambidex.engine.client import EngineClient
 from ambidex.engine.pulse import Stage
+from ambidex.engine.report import EngineReport
+from ambidex.engine.run_plan import DecodeOutcome
 from ambidex.engine.status import EngineStatus
 from ambidex.server.errors import unavailable
 
@@ -69,10 +71,21 @@ class EngineService:
     Args:
         make: builds the engine; called with what takes (bytes read, bytes in all).
         stall_s: a stage that lasts longer is a stall.
+        on_ready: called with what the settings became, whenever an engine is ready.
+        on_end: called with what became of its decode steps, before the last one is closed.
     """
 
-    def __init__(self, make: MakeEngine, *, stall_s: float) -> None:
+    def __init__(
+        self,
+        make: MakeEngine,
+        *,
+        stall_s: float,
+        on_ready: Callable[[EngineReport], None] = lambda _: None,
+        on_end: Callable[[DecodeOutcome | None], None] = lambda _: None,
+    ) -> None:
         self._make = make
+        self._on_ready = on_ready
+        self._on_end = on_end
         self._stall_s = stall_s
         self._llm: EngineClient | None = None
         self._changed = asyncio.Event()
@@ -190,6 +203,7 @@ class EngineService:
             return False
         self._state, self.error = EngineState.READY, None  # what ended an engine before is mended
         logger.info("the model is ready after %.1f s", time.monotonic() - self._starts[-1])
+        self._on_ready(llm.report)
         self.error = await llm.ended()
         return True
 
@@ -222,6 +236,9 @@ class EngineService:
         if self._state is not EngineState.FAILED:
             self._state = EngineState.CLOSED
         if self._llm is not None:
+            if self._llm.fault is None:
+                with contextlib.suppress(TimeoutError, AmbidexError):  # a figure is not worth waiting for
+                    self._on_end(await asyncio.wait_for(self._llm.decode_outcome(), STATUS_S))
             await self._llm.close(None if self.end_s is None else max(0.0, self.end_s - time.monotonic()))
 
 

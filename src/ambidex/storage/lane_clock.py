@@ -69,6 +69,49 @@ class _DeviceSpan:
         return float(self._events[0].elapsed_time(self._events[1])) / 1e3
 
 
+class RunTimer:
+    """Times a step from its launch to its end on the accelerator, without waiting for it.
+
+    Args:
+        device: the accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._events = [
+            torch.cuda.Event(enable_timing=True) if self._is_cuda else None  # type: ignore[no-untyped-call]  # torch has no types here
+            for _ in range(2)
+        ]
+        self._times = [0.0, 0.0]
+        self._is_set = False
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """Time what is launched inside, in the current stream."""
+        self._is_set = False
+        self._mark(0)
+        yield
+        self._mark(1)
+        self._is_set = True
+
+    def take(self) -> float | None:
+        """Seconds of the step that was timed last, once; None: there was none, or it has not ended."""
+        begin, end = self._events
+        if not self._is_set or (end is not None and not end.query()):  # type: ignore[no-untyped-call]  # likewise
+            return None
+        self._is_set = False
+        if begin is None or end is None:
+            return self._times[1] - self._times[0]
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def _mark(self, index: int) -> None:
+        event = self._events[index]
+        if event is None:
+            self._times[index] = time.perf_counter()
+        else:
+            event.record()
+
+
 class StepTimes:
     """The spans of one form of a step; each run of it sets them anew.
 
@@ -79,8 +122,7 @@ class StepTimes:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._spans: dict[Part, list[_Span]] = {part: [] for part in Part}
-        self.cpu_s: float | None = 0.0
-        """None: the CPU lane did something that nobody timed."""
+        self.cpu_s = 0.0
 
     @contextmanager
     def span(self, part: Part) -> Iterator[None]:
@@ -98,8 +140,8 @@ class StepTimes:
         sums = {part: sum(span.seconds() for span in spans) for part, spans in self._spans.items()}
         if not self._is_cuda:  # copies are made where they stand, in the accelerator's own thread
             sums[Part.STEP] -= sums[Part.COPY]
-        found = {Lane.GPU: max(0.0, sums[Part.STEP] - sums[Part.IDLE]), Lane.STREAM: sums[Part.COPY]}
-        return found if self.cpu_s is None else found | {Lane.CPU: self.cpu_s}
+        gpu_s = max(0.0, sums[Part.STEP] - sums[Part.IDLE])
+        return {Lane.GPU: gpu_s, Lane.STREAM: sums[Part.COPY], Lane.CPU: self.cpu_s}
 
 
 class LaneClock:
@@ -127,10 +169,9 @@ class LaneClock:
         if times is not None:
             times.cpu_s = 0.0
 
-    def add_cpu(self, seconds: float | None) -> None:
-        """The CPU lane has computed for so long; None: for an unknown time."""
+    def add_cpu(self, seconds: float) -> None:
+        """The CPU lane has computed for so long."""
         if self._cpu is not None:
-            known = self._cpu.cpu_s
-            self._cpu.cpu_s = None if known is None or seconds is None else known + seconds
+            self._cpu.cpu_s += seconds
 
     _cpu: StepTimes | None = None

@@ -6,7 +6,7 @@
 Keys of old blocks do not depend on the step, so the link works through the whole of it, products included. The order
 is kept by words in host memory, which the accelerator's stream and that of the copies write and wait for: `arrived[i]`
 before layer i's blocks are read, `used[i]` before its buffer is written again. The step may be a captured graph: what
-it launches is the same in each step. The copies are not part of it; a thread of this class launches them.
+it launches is the same in each step. The copies are not part of it; a thread of this class launches those that wait.
 
 NOTE: loading a kernel waits for all streams of the device. Were one loaded while the copies wait for a layer whose end
 is not launched yet, neither would go on. So a step that may load kernels, the first of its kind, is `inline`: its
@@ -35,10 +35,14 @@ from ambidex.kernels.cpu.native import WORD_STRIDE
 from ambidex.kernels.cuda import copy2d
 from ambidex.storage.side_stream import SideStream
 from ambidex.storage.tiled_pool import TiledKVPool
-from ambidex.storage.words import WAIT_LIMIT_S, Words, naming
+from ambidex.storage.words import WAIT_LIMIT_S, StepFence, Words, naming
 
 LONG_LAUNCH_S: Final = 0.05
 """Launches of whole steps take milliseconds."""
+MOST_RUNS_AT_ONCE: Final = 8
+"""Copies of a layer's K, or V, up to which `start` itself launches those of the first layers, which wait for nothing:
+the thread would come to them only when the step's launch lets go of interpreter and driver, half a millisecond later.
+More of them would take as long."""
 LEAST_COPY_BYTES: Final = 256 * 1024
 """Bytes of a copy (consecutive blocks of all heads) from which the copy engine brings them, on average over a step's;
 shorter ones are fetched by threads of the accelerator."""
@@ -56,8 +60,8 @@ class BlockRun:
 class StepStream:
     """Buffers, words and the thread that launches copies.
 
-    A step is `start`, then for each layer `wait`, the use of `layer`, `free`; and at last `finish`. Or it is all within
-    `inline`, without `start` and `finish`.
+    A step is `start`, then for each layer `wait`, the use of `layer`, `free`, then `mark_launched`, at last `finish`.
+    Or it is all within `inline`, without the others.
 
     Args:
         pool: where the blocks lie; pinned, unless the device is the CPU.
@@ -100,6 +104,7 @@ class StepStream:
         # [arrived or used, L, words of a cache line]
         self._flags = torch.zeros(2, num_layers, WORD_STRIDE, dtype=torch.int32, pin_memory=is_cuda)
         self._host_flags = self._flags.numpy()  # the same memory
+        self._fence = StepFence(is_cuda=is_cuda)
         self._copies = SideStream(device)
         self._last_copies: torch.cuda.Event | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -113,16 +118,16 @@ class StepStream:
         weakref.finalize(self, self._jobs.put, None)
 
     def start(self, runs: Sequence[BlockRun], launched: threading.Event | None = None) -> None:
-        """Begin to bring a step's blocks, the same in each layer; returns at once.
-
-        The accelerator has come to the end of the last step: nobody waits for a word.
+        """Begin to bring a step's blocks, the same in each layer; returns when the accelerator has come to the end of
+        the last step, so that nobody waits for a word.
 
         Args:
             launched: is set when the driver has taken the step, before which, or 50 ms, no copies are launched that
                 wait for it; None: it waits for nothing of this stream's.
         Raises:
-            LaneError: the last step's copies have not come to their end.
+            LaneError: the last step, or its copies, have not come to their end.
         """
+        self._fence.wait(WAIT_LIMIT_S, self.describe)
         self._await_copies()
         self._error = None
         self._host_flags[1] = 0
@@ -130,8 +135,14 @@ class StepStream:
             self._host_flags[0, :, 0] = 1
             return
         self._host_flags[0] = 0
+        num_sent = min(STEP_BUFFERS, len(self._pool.k)) if len(runs) <= MOST_RUNS_AT_ONCE else 0
+        try:
+            send = self._find_way(runs)
+            self._send_layers(range(num_sent), send)
+        except Exception as error:
+            raise LaneError(f"the stream lane could not bring keys from DRAM: {error}") from error
         self._idle.clear()
-        self._jobs.put(lambda: self._send_all(tuple(runs), launched))
+        self._jobs.put(lambda: self._send_rest(num_sent, send, launched))
 
     def finish(self) -> None:
         """Wait until all copies of the step are launched.
@@ -145,6 +156,15 @@ class StepStream:
             raise LaneError(f"the stream lane launched no copies within {WAIT_LIMIT_S:.0f} s")
         if self._error is not None:
             raise LaneError(f"the stream lane could not bring keys from DRAM: {self._error}") from self._error
+
+    def mark_launched(self) -> None:
+        """Say that a whole step has been launched."""
+        self._fence.mark()
+
+    def describe(self) -> str:
+        """How far the words of the last step are, for people."""
+        arrived, used = (int((flags != 0).sum()) for flags in self._host_flags[:, :, 0])
+        return f"of {self._flags.shape[1]} layers the streamed keys of {arrived} have arrived, {used} were used"
 
     def release(self) -> None:
         """End all waits of a step that breaks off: what was not launched will never use or free a buffer."""
@@ -181,21 +201,28 @@ class StepStream:
         if self._inline is None:
             self._words.write(self._flags[1, layer_idx, :1])
 
-    def _send_all(self, runs: Sequence[BlockRun], launched: threading.Event | None) -> None:
-        """In the thread: launch the copies of all layers."""
-        try:
-            send = self._find_way(runs)
-            with self._copies.active():
-                for layer_idx in range(len(self._pool.k)):
-                    if layer_idx == STEP_BUFFERS and launched is not None:
-                        launched.wait(LONG_LAUNCH_S)
+    def _send_layers(self, layers: range, send: Callable[[Tensor, Tensor], None]) -> None:
+        """Launch the copies of some layers."""
+        with self._copies.active():
+            try:
+                for layer_idx in layers:
                     if layer_idx >= STEP_BUFFERS:
                         self._words.wait(self._flags[1, layer_idx - STEP_BUFFERS, :1])
                     for source, to in zip(self._pool.layer_tensors(layer_idx), self.layer(layer_idx), strict=True):
                         send(source, to)
                     self._words.write(self._flags[0, layer_idx, :1])
+            finally:
                 if self._device.type == "cuda":
                     self._last_copies = torch.cuda.current_stream(self._device).record_event()
+
+    def _send_rest(self, first: int, send: Callable[[Tensor, Tensor], None], launched: threading.Event | None) -> None:
+        """In the thread: launch the copies of the layers from `first` on."""
+        layers = range(len(self._pool.k))
+        try:
+            self._send_layers(layers[first:STEP_BUFFERS], send)
+            if launched is not None:
+                launched.wait(LONG_LAUNCH_S)
+            self._send_layers(layers[STEP_BUFFERS:], send)
         except Exception as error:  # handed to the caller of `finish`: else the accelerator would wait for ever
             self._error = error
             self._host_flags[0, :, 0] = 1  # what was not sent will never arrive: the step runs out

@@ -1,6 +1,7 @@
 """`HybridAttention`: three lanes over one context give what one attention over all of it gives."""
 
 import random
+from contextlib import nullcontext
 from itertools import chain
 
 import pytest
@@ -14,7 +15,7 @@ from ambidex.attention.handover import Handover
 from ambidex.attention.hybrid import HybridAttention
 from ambidex.attention.paged import PagedAttention
 from ambidex.attention.scanned import ScanLane, ScannedAttention
-from ambidex.attention.streamed import LaneBalance, StreamedAttention
+from ambidex.attention.streamed import StreamedAttention
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import LaneError
 from ambidex.core.ids import BlockId, RequestId, Tier
@@ -144,6 +145,38 @@ def test_three_lanes_give_attention_over_the_whole_context(kv_dtype: str, stream
                 if kv_dtype != "fp16":  # the CPU lane rounds queries and probabilities then
                     plain = plain_int8_attend(q, k[layer], v[layer], 32**-0.5, visible)
                 assert_within_twice_plain(out[row : row + 1], plain, truth, num_roundings=4)
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp16", "int8"])
+def test_keys_that_all_travel_need_no_cpu_lane(kv_dtype: str) -> None:
+    worlds = [World(stream_share=1.0, kv_dtype=kv_dtype) for _ in range(2)]
+    outs: list[list[torch.Tensor]] = []
+    for world, has_lane in zip(worlds, (True, False), strict=True):
+        assert world.batch.try_prepare(world.requests, NUM_ROWS)
+        world.inputs.device(NUM_ROWS).extend_table()
+        assert not world.batch.has_cpu_keys
+        assert world.batch.key_batches is not None
+        attention = world.attention
+        if not has_lane:
+            device = world.inputs.device(NUM_ROWS)
+            streamed = StreamedAttention(SPEC, world.stream, device)
+            attention = HybridAttention(PagedAttention(SPEC, world.gpu, device), None, streamed)
+        world.handover.reset()
+        world.stream.start(world.batch.stream_runs)
+        batches = [world.batch.key_batches[None]] * NUM_LAYERS
+        with world.handover.answering(batches) if has_lane else nullcontext():
+            outs.append([attention.attend(i, world.q[i], *world.new_rows(i)) for i in range(NUM_LAYERS)])
+        world.stream.finish()
+    for with_lane, alone in zip(*outs, strict=True):
+        torch.testing.assert_close(alone, with_lane, rtol=2e-3, atol=2e-3)
+        assert alone[len(LENGTHS) :].eq(0).all()
+
+
+@pytest.mark.parametrize("stream_share", [0.0, 0.4, 0.99])
+def test_cpu_lane_has_keys_unless_all_travel(stream_share: float) -> None:
+    world = World(stream_share=stream_share)
+    assert world.batch.try_prepare(world.requests, NUM_ROWS)
+    assert world.batch.has_cpu_keys
 
 
 @pytest.mark.parametrize("name", ["reference", pytest.param("triton", marks=INTERPRETED)])
@@ -281,23 +314,3 @@ def test_an_accelerator_that_never_asks_is_a_lane_error_and_its_waits_end(monkey
     with pytest.raises(LaneError, match="no queries of layer 0"):
         world.handover.answer([world.batch.key_batches[None]] * NUM_LAYERS)
     world.handover.receive(2)  # would wait for ever if the word were not set
-
-
-@pytest.mark.parametrize("first", [0.02, 0.36, 1.0])
-@pytest.mark.parametrize("link", [5.0, 36.0, 100.0])
-def test_balance_finds_the_share_at_which_both_lanes_end_together(link: float, first: float) -> None:
-    dram = 90.0
-    balance = LaneBalance(first)
-    for _ in range(200):
-        balance.update(1.0 if (1 - balance.share) / dram > balance.share / link else 0.0, achieved=balance.share)
-    assert balance.share == pytest.approx(link / (link + dram), rel=0.05)
-
-
-def test_balance_does_not_run_away_from_what_the_buffer_holds() -> None:
-    balance, room = LaneBalance(0.3), 0.35
-    for _ in range(50):  # the CPU lane ends last, but the stream lane can take no more
-        balance.update(1.0, achieved=min(balance.share, room))
-    assert balance.share <= room * 1.25
-    balance.update(0.0, achieved=room)
-    balance.update(0.0, achieved=min(balance.share, room))
-    assert balance.share <= room * 1.05, "it answers late when the link becomes the slower lane"

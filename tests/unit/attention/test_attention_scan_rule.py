@@ -33,3 +33,25 @@ def test_it_does_not_look_again_at_so_few_keys_that_no_share_would_pay() -> None
     rule = make_rule()
     rule.note(0.5)
     assert not any(rule.is_scanned(1000) for _ in range(200))
+
+
+def test_what_the_link_brings_during_products_is_no_reason_to_scan() -> None:
+    """By rates alone 5,000 keys were scanned in steps that exact attention would have ended earlier."""
+    link, rate, products_s, num_keys = 50e9, 136e9, 140e-6, 5000
+    rule = ScanRule(rate, link=link, exact_bytes=4096, scanned_bytes=8 * 132, kept_bytes=8 * 512)
+    rule.note(0.05)
+    assert rule.is_scanned(num_keys)
+    scanned_s = 60e-6 + num_keys * (8 * 132 + 0.05 * 2 * 8 * 512) / rate
+    exact_s = (num_keys * 4096 - products_s * link) / rate
+    assert exact_s < scanned_s
+    for _ in range(12):
+        rule.note_time(products_s + scanned_s, num_keys)
+    assert not rule.is_scanned(num_keys)
+    assert rule.is_scanned(8000)
+
+
+def test_step_of_no_time_brings_no_products() -> None:
+    rule = ScanRule(136e9, link=50e9, exact_bytes=4096, scanned_bytes=8 * 132, kept_bytes=8 * 512)
+    least = rule.least_keys(0.05)
+    rule.note_time(1e-9, 100_000)
+    assert rule.least_keys(0.05) == least

@@ -16,6 +16,7 @@ from ambidex.core.request import FinishReason, SamplingParams
 from ambidex.core.step import SampledToken
 from ambidex.engine.outputs import RequestOutput
 from ambidex.engine.report import EngineReport, ReportRow
+from ambidex.engine.run_plan import DecodeOutcome, RunPlan
 from ambidex.engine.stats import EngineStats
 
 Prompt = str | Sequence[int]
@@ -38,6 +39,8 @@ class FakeLLM:
     conversations: list[list[Mapping[str, str]]] = field(default_factory=list)
     num_ended_streams: int = 0
     is_closed: bool = False
+    plan: RunPlan | None = None
+    outcome: DecodeOutcome | None = None
 
     def make(self, config: EngineConfig, progress: Progress | None) -> "FakeLLM":
         """The factory that `Services` wants."""
@@ -48,7 +51,8 @@ class FakeLLM:
 
     @property
     def report(self) -> EngineReport:
-        return EngineReport(facts=(ReportRow(section="kv", name="gpu blocks", value="7", why="what fits"),))
+        facts = (ReportRow(section="kv", name="gpu blocks", value="7", why="what fits"),)
+        return EngineReport(facts=facts, plan=self.plan)
 
     def stats(self) -> EngineStats:
         stats = EngineStats(num_steps=3, num_output_tokens=len(self.pieces), kv_bytes={Tier.GPU: 2048, Tier.DRAM: 0})
@@ -60,6 +64,9 @@ class FakeLLM:
 
     def compare_decode(self) -> tuple[float, float] | None:
         return (0.010, 0.0125)
+
+    def decode_outcome(self) -> DecodeOutcome | None:
+        return self.outcome
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
         words = tuple(range(len(prompt.split() if isinstance(prompt, str) else prompt)))

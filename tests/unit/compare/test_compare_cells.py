@@ -75,6 +75,21 @@ def test_methods_that_attend_all_keys_have_the_quality_of_exact() -> None:
     assert with_quality("exact:stream_percent=0", "flexgen") == ["exact:stream_percent=0", "flexgen"]
 
 
+def test_quality_of_bounded_is_that_of_the_form_and_the_keys_that_its_speed_is_measured_with() -> None:
+    def quality_of(word: str, budgets: list[int | None]) -> Cell:
+        grid = make_grid(variants=[Variant.parse(word)], budgets=budgets, contexts=[64], kinds=(CellKind.QUALITY,))
+        ((cell,),) = grid.cells(EngineConfig(model="m"))
+        return cell
+
+    native = quality_of("bounded", [None, 32, 16])
+    assert (native.kv_gpu_tokens, native.settings["form"]) == (16, "as answered")
+    assert quality_of("bounded:bounded_scores=scan", [None]).kv_gpu_tokens is None
+    for word in ("bounded:bounded_scores=exact", "h2o"):
+        other = quality_of(word, [None, 32, 16])
+        assert other.kv_gpu_tokens is None
+        assert "form" not in other.settings
+
+
 def test_grid_of_one_kind_has_nothing_else() -> None:
     cells = [cell for group in make_grid(kinds=(CellKind.SPEED,)).cells(EngineConfig(model="none")) for cell in group]
     assert {cell.kind for cell in cells} == {CellKind.SPEED}

@@ -119,8 +119,17 @@ def test_methods_that_none_beats_are_the_front() -> None:
     assert find_fronts(entries) == [row]
     assert row[-1] in make_html(lines)
     assert row[-1] in make_markdown(lines)
-    equal = [speed("a", 1, 1, 0.1), speed("b", 1, 1, 0.1), quality("a", 1, 0.9), quality("b", 1, 0.9)]
-    assert [entry.name for entry in find_front(find_entries(equal))] == ["a"]
+
+
+def test_front_tells_no_speeds_apart_that_overlap() -> None:
+    lines = [speed(name, 1, 1, seconds) for name, seconds in (("a", 0.100), ("b", 0.101), ("c", 0.103), ("d", 0.2))]
+    for line in lines:
+        took = line["figures"]["step_s"]
+        took["q20"], took["q80"] = took["median"] - 0.001, took["median"] + 0.001
+    lines += [quality(name, 1, 0.9) for name in "abcd"]
+    assert [entry.name for entry in find_front(find_entries(lines))] == ["a", "b"]
+    better = [*lines[:4], quality("a", 1, 0.9), quality("b", 1, 0.95), quality("c", 1, 0.9), quality("d", 1, 0.99)]
+    assert [entry.name for entry in find_front(find_entries(better))] == ["b", "d"]
 
 
 def test_steps_computed_op_by_op_are_told_from_recorded_ones() -> None:

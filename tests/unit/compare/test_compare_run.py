@@ -87,6 +87,21 @@ def test_quality_cells_compare_with_full_attention(folder: Path) -> None:
         assert "--contexts is too short" in lines[0]["figures"]["no_secrets"]
 
 
+def test_quality_of_bounded_is_that_of_its_native_form(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ambidex.engine.compose.parts.MIN_SCANNED_BLOCKS", 1)
+    cell = make_cell(CellKind.QUALITY, folder, context=100, batch=None)
+    options = {"block_size": 16, "policy": "bounded", "max_dropped_mass": 0.2}
+    (native,) = measure(folder, [cell], **options)
+    (reference,) = measure(folder, [cell], **options, bounded_scores="exact")
+    assert (native["figures"]["form"], reference["figures"]["form"]) == ("native", "op by op")
+    for line in (native, reference):
+        agreement = line["figures"]["agreement"]
+        assert agreement["num_tokens"] == 8
+        assert 0 < agreement["selection"]["max_dropped_mass"] <= 0.2
+        assert agreement["mean_kl"] > 0
+    assert native["figures"]["agreement"]["mean_kl"] != reference["figures"]["agreement"]["mean_kl"]
+
+
 def test_quality_of_random_weights_is_measured_on_random_tokens(folder: Path) -> None:
     cell = make_cell(CellKind.QUALITY, folder, context=100, batch=None)
     config = {"model": str(folder), **SETTINGS, "load_format": "dummy", "policy": "streaming_llm", "policy_tokens": 8}
@@ -104,7 +119,8 @@ def test_cells_of_each_policy_are_measured_on_a_gpu(folder: Path, policy: Policy
         "max_context_len": 120, "max_running_requests": 1, "max_tokens_per_step": 32, "block_size": 16,
         "num_threads": 2, "num_sink_tokens": 16, "recent_window": 16,
     }  # fmt: skip
-    for kind, own in ((CellKind.SPEED, {"kv_gpu_tokens": 64}), (CellKind.QUALITY, {})):
+    split = {"kv_gpu_tokens": 64}
+    for kind, own in ((CellKind.SPEED, split), (CellKind.QUALITY, split if policy is PolicyName.BOUNDED else {})):
         batch = 1 if kind is CellKind.SPEED else None
         cells = [make_cell(kind, folder, context=context, batch=batch).record() for context in (70, 90)]
         part = Part(config=config | own, cells=cells, text="a")

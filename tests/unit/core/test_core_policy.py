@@ -70,7 +70,8 @@ def test_given_tokens_replace_a_default_share_and_the_other_way_round() -> None:
 def test_options_of_another_policy_are_refused_by_name(name: PolicyName) -> None:
     values: dict[str, Any] = {
         "policy_tokens": 9, "policy_percent": 9, "recent_percent": 9, "sink_tokens": 9, "h2o_form": "drop",
-        "max_dropped_mass": 0.5, "hot_tokens": 7, "bounded_scores": "int8", "tau_start": 3.0, "tau_end": 3.0, "page_tokens": 2,
+        "max_dropped_mass": 0.5, "bounded_scores": "int8", "tau_start": 3.0, "tau_end": 3.0, "page_tokens": 2,
+        "hot_tokens": 7,
         "exact_layers": 3, "alpha": 3.0, "partial_percent": 9, "hybridgen_mode": "pre", "hybridgen_feedback": "mode",
         "min_selected_tokens": 5, "near_tokens": 9, "accuracy_profile": "x.json",
     }  # fmt: skip

@@ -118,6 +118,35 @@ def test_blocks_are_right_on_a_gpu_whoever_is_late(
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, OSError])
+def test_a_first_copy_that_cannot_be_launched_fails_the_step_and_the_next_is_right(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool("cpu")
+    stream = StepStream(pool, MOST, torch.device("cpu"), HostWords())
+    runs = [BlockRun(first=1, place=0, num=5)]
+
+    def fail(_layer_idx: int) -> tuple[Tensor, ...]:
+        raise kind("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "layer_tensors", fail)
+        with pytest.raises(LaneError, match="could not bring keys from DRAM: injected"):
+            stream.start(runs)
+    stream.start(runs)
+    check(pool, runs, run_step(stream))
+
+
+@pytest.mark.parametrize("num_at_once", [0, 8])
+def test_the_first_layers_are_sent_by_whoever_comes_first(num_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_stream, "MOST_RUNS_AT_ONCE", num_at_once)
+    pool = make_pool("cpu")
+    stream = StepStream(pool, MOST, torch.device("cpu"), HostWords())
+    for runs in ([BlockRun(first=1, place=0, num=5)], [BlockRun(first=0, place=0, num=2), BlockRun(4, 2, 1)]):
+        stream.start(runs)
+        check(pool, runs, run_step(stream))
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, OSError])
 def test_a_copy_that_cannot_be_launched_fails_the_step_and_the_next_is_right(
     kind: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +189,7 @@ def test_copies_that_are_not_launched_in_time_end_the_step_and_the_next_is_right
 
     with monkeypatch.context() as patch:
         patch.setattr(pool, "layer_tensors", hang)
+        patch.setattr(step_stream, "MOST_RUNS_AT_ONCE", 0)
         patch.setattr(step_stream, "WAIT_LIMIT_S", 0.2)
         stream.start(runs)
         with pytest.raises(LaneError, match="launched no copies"):

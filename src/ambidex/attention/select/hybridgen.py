@@ -114,20 +114,20 @@ class _AfterScores(Selector):
 
     def __init__(self, num_kv_heads: int, *, num_selected: int, num_near: int) -> None:
         self._num_kv_heads = num_kv_heads
-        self._num_selected = num_selected
+        self.num_selected = num_selected
         self._num_near = num_near
 
     def select(self, row: DecodeRow) -> Selection:
         num_far = max(0, row.num_keys - 1 - self._num_near)
         if num_far == 0:
             return AllKeys().select(row)
-        return _select_after(row, num_far, self._num_kv_heads, self._num_selected)
+        return _select_after(row, num_far, self._num_kv_heads, self.num_selected)
 
     def num_far(self, num_keys: int) -> int:
         return max(0, num_keys - 1 - self._num_near)
 
     def choose_scored(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        return _choose_after(scores, self._num_selected)
+        return _choose_after(scores, self.num_selected)
 
     def choose_far(self, row: DecodeRow, num_far: int) -> tuple[Tensor, Tensor]:
         del row, num_far
@@ -146,6 +146,10 @@ class _BeforeScores(Predicting):
     def scores_all(self) -> bool:
         return False
 
+    @property
+    def num_selected(self) -> int:
+        return self._num_selected
+
     def __init__(self, percent: int, num_prompt: int, *, num_kv_heads: int, num_selected: int, num_near: int) -> None:
         super().__init__(percent, num_prompt)
         self._num_kv_heads = num_kv_heads
@@ -156,16 +160,16 @@ class _BeforeScores(Predicting):
         num_far = max(0, row.num_keys - 1 - self._num_near)
         if num_far == 0:
             return AllKeys().select(row)
-        return self._select_before(row, num_far, self._num_selected)
+        return self._select_before(row, num_far, self.num_selected)
 
     def num_far(self, num_keys: int) -> int:
         return max(0, num_keys - 1 - self._num_near)
 
     def choose_scored(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        return _choose_after(scores, self._num_selected)
+        return _choose_after(scores, self.num_selected)
 
     def choose_far(self, row: DecodeRow, num_far: int) -> tuple[Tensor, Tensor]:
-        return self._choose_before(row, num_far, self._num_selected)
+        return self._choose_before(row, num_far, self.num_selected)
 
     def _choose_before(self, row: DecodeRow, num_far: int, num_selected: int) -> tuple[Tensor, Tensor]:
         assert row.stale_q is not None, "a layer before this one has been attended"
@@ -192,11 +196,9 @@ class _Steered(_BeforeScores):
     def scores_all(self) -> bool:
         return not self._steering.is_pre
 
-    def choose_scored(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        return _choose_after(scores, self._steering.num_selected or self._num_selected)
-
-    def choose_far(self, row: DecodeRow, num_far: int) -> tuple[Tensor, Tensor]:
-        return self._choose_before(row, num_far, self._steering.num_selected or self._num_selected)
+    @property
+    def num_selected(self) -> int:
+        return self._steering.num_selected or self._num_selected
 
     def __init__(
         self, percent: int, num_prompt: int, *, num_kv_heads: int, num_selected: int, num_near: int, steering: _Steering
@@ -208,10 +210,9 @@ class _Steered(_BeforeScores):
         num_far = max(0, row.num_keys - 1 - self._num_near)
         if num_far == 0:
             return AllKeys().select(row)
-        num_selected = self._steering.num_selected or self._num_selected
         if self._steering.is_pre:
-            return self._select_before(row, num_far, num_selected)
-        return _select_after(row, num_far, self._num_kv_heads, num_selected)
+            return self._select_before(row, num_far, self.num_selected)
+        return _select_after(row, num_far, self._num_kv_heads, self.num_selected)
 
 
 def _choose_after(scores: Tensor, num_selected: int) -> tuple[Tensor, Tensor]:

@@ -80,6 +80,12 @@ class Predicting(Selector):
         else:
             self._keys = Rows.of(k) if self._keys is None else self._keys.append(k)
 
+    def first_missing(self, num_keys: int) -> int:
+        del num_keys
+        if self._partial is not None:
+            return self._partial.num_keys
+        return 0 if self._keys is None else self._keys.values.shape[1]
+
     def see_prompt(self, rows: PromptRows) -> None:
         self._queries = [*self._queries, rows.q]
 

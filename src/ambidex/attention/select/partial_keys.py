@@ -39,6 +39,11 @@ class PartialKeys:
         return cls(kept, Rows.of(k @ kept))
 
     @property
+    def num_keys(self) -> int:
+        """Rows of a head."""
+        return self._rows.values.shape[1]
+
+    @property
     def num_bytes(self) -> int:
         """Of all rows."""
         return self._rows.values.numel() * self._rows.values.element_size()

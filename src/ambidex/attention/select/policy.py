@@ -3,7 +3,8 @@
 A `Policy` belongs to an engine. For each request and layer it opens a `Selector`, which is told what comes and asked,
 at each decode step, which keys the step's query attends:
 
-    add_rows   K and V of new tokens, prompt and answer          needs Need.ROWS
+    add_rows   K and V of new tokens, prompt and answer, as late  needs Need.ROWS
+               as `first_missing` allows
     see_prompt queries of the prompt and the keys they see       needs Need.PROMPT
     select     the keys that a decode step attends               each decode step
     attended   the probabilities that came of it                 needs Need.PROBS
@@ -120,6 +121,11 @@ class Selector(ABC):
     def add_rows(self, k: Tensor, v: Tensor) -> None:  # noqa: B027  # most policies need nothing of it, and so below
         """Take in K and V of new tokens, [Hkv, n, D] each as the pool keeps them, in the order of their positions."""
 
+    def first_missing(self, num_keys: int) -> int:
+        """The first row that it must be told of before a query that sees `num_keys`, whose own is the last: rows of a
+        prompt it has seen, and those of answers too, unless it says that it can take them in later."""
+        return num_keys - 1
+
     def see_prompt(self, rows: PromptRows) -> None:  # noqa: B027
         """Take in queries of the prompt; chunks come in order."""
 
@@ -153,8 +159,10 @@ class Selector(ABC):
 class FarSelector(Protocol):
     """A selector that can also choose without a mask: all near keys, and so many of the far ones, which come first.
 
-    `keeps_rows`: it must be told of K and V of new tokens. `scores_all`: its next choice is made by scores of all far
-    keys.
+    `keeps_rows`: it must be told of K and V of new tokens, at the latest when its next choice is not made by scores of
+    all far keys. `scores_all`: its next choice is made by scores of all far
+    keys. `num_selected`: so many of them each KV head chooses then, at most: those with the largest score of its query
+    heads.
     """
 
     keeps_rows: ClassVar[bool]
@@ -162,11 +170,18 @@ class FarSelector(Protocol):
     @property
     def scores_all(self) -> bool: ...
 
+    @property
+    def num_selected(self) -> int: ...
+
     def num_far(self, num_keys: int) -> int:
         """Far keys of a query that sees `num_keys`, its own included."""
         ...
 
     def add_rows(self, k: Tensor, v: Tensor) -> None:
+        """See `Selector`."""
+        ...
+
+    def first_missing(self, num_keys: int) -> int:
         """See `Selector`."""
         ...
 

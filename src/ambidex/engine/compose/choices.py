@@ -30,9 +30,9 @@ from ambidex.engine.chosen_policy import ChosenPolicy, choose_policy
 from ambidex.engine.compose.cxl import CxlTier, choose_cxl
 from ambidex.engine.compose.hot import find_no_hot, staging_bytes
 from ambidex.engine.compose.sparsity import SparsityChoice, choose_sparsity
-from ambidex.engine.kept_rows import choose_kept_rows
+from ambidex.engine.kept_rows import choose_kept_rows, why_no_early_steps
 from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
-from ambidex.engine.lane_preset import streamed_share
+from ambidex.engine.lane_preset import most_streamed_share, streamed_share
 from ambidex.engine.memory import (
     FixedBytes,
     FreeMemory,
@@ -210,12 +210,18 @@ def make_choices(
     has_row_ops = is_cuda or form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
     kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
     bounded = choose_bounded_form(config, kv.specs, why_ordinary=form_why if form is DecodeForm.ORDINARY else None)
-    if not config.policy.attends_all and not bounded.is_native:
+    is_early = config.policy is PolicyName.HYBRIDGEN
+    if is_early and form in (DecodeForm.FIXED, DecodeForm.CAPTURED):
+        why_not = why_no_early_steps(config, chosen.settings, kv.specs)
+        if why_not is not None:
+            form, form_why = DecodeForm.ORDINARY, f"steps of policy {config.policy} are launched op by op: {why_not}"
+    elif not config.policy.attends_all and not bounded.is_native:
         form, form_why = decode_form or DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
     activations = activation_dtype(dtype, device)
     free = _free_memory(device, cxl)
     can_step_stream = (
         form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
+        and not is_early
         and _may_stream(config, kv, is_bounded=bounded.is_native)
         and why_no_stream(spec, kv.specs) is None
     )
@@ -233,10 +239,17 @@ def make_choices(
             max_requests=most_requests(config),
             step_bytes=step_stream_bytes(config, free) if can_step_stream else 0,
             num_q_heads=spec.num_q_heads if can_step_stream and bounded.is_native else 0,
+            most_share=most_streamed_share(config),
         )
     buckets = decode_buckets(config) if form is DecodeForm.CAPTURED else ()
     rows, rows_why = choose_kept_rows(
-        config, spec, chosen.settings, kv.specs, is_native=bounded.is_native, is_cuda=is_cuda
+        config,
+        spec,
+        chosen.settings,
+        kv.specs,
+        is_native=bounded.is_native,
+        is_cuda=is_cuda,
+        is_fixed=form in (DecodeForm.FIXED, DecodeForm.CAPTURED),
     )
     why_no_hot = find_no_hot(config, form, bounded)
     fixed = fixed_bytes(
@@ -252,6 +265,8 @@ def make_choices(
     )  # fmt: skip
     if weights.placement is not None:
         check_placement(config, looks_ahead=Need.LOOK_AHEAD in policy.needs, placement=weights.placement)
+        if is_early and form in (DecodeForm.FIXED, DecodeForm.CAPTURED):
+            form, form_why = DecodeForm.ORDINARY, "steps of policy hybridgen are launched op by op: weights lie in DRAM"
 
     def plan(tier: CxlTier) -> MemoryPlan:
         return plan_memory(
@@ -338,7 +353,7 @@ def _choose_weights(
     cut = partial(plan_sites, skeleton, chunk_bytes=ring.chunk_bytes, number_bytes=dtype.num_bytes)
     auto: AutoPlacement | None = None
     if config.placement == AUTO:
-        profile = profile or _read_profile(device)
+        profile = profile or read_machine_profile(device)
         num_parts = len(cut(Placement.all_on_gpu(spec.num_layers)))
         auto = solve_weights(
             config,
@@ -353,7 +368,7 @@ def _choose_weights(
                 ring=ring.num_slots * ring.chunk_bytes,
                 stream_blocks=stream_blocks,
             ),
-            residence=_find_residence(device, has_kinds=bool(kinds), is_whole=profile.gpu is None),
+            residence=find_residence(device, has_kinds=bool(kinds), is_whole=profile.gpu is None),
             kind=dummy_kind,
             mlp_reads=_find_reads(spec, sparsity, dtype),
         )
@@ -418,7 +433,7 @@ def _find_reads(spec: ModelSpec, sparsity: SparsityChoice | None, dtype: DType) 
     return expected_reads(spec, sparsity.sparsity, sparsity.profile, number_bytes=dtype.num_bytes)
 
 
-def _find_residence(device: torch.device, *, has_kinds: bool, is_whole: bool) -> Residence:
+def find_residence(device: torch.device, *, has_kinds: bool, is_whole: bool) -> Residence:
     """Which quantised matrices stay as they are stored."""
     if not has_kinds:
         return PLAIN
@@ -434,7 +449,7 @@ def _find_kinds_for_gpu(config: EngineConfig, spec: ModelSpec) -> dict[str, str]
     return {name: kind for name, kind in find_kept(spec).items() if kind in GPU_KINDS}
 
 
-def _read_profile(device: torch.device) -> HardwareProfile:
+def read_machine_profile(device: torch.device) -> HardwareProfile:
     """The profile of this machine.
 
     Raises:
@@ -451,21 +466,26 @@ def _choose_decode_form(
     config: EngineConfig, spec: ModelSpec, device: torch.device, threads: ThreadPool | None
 ) -> tuple[DecodeForm, str]:
     """How decode steps run, and the reason."""
-    if not config.policy.attends_all and config.policy is not PolicyName.BOUNDED:
+    is_early = config.policy is PolicyName.HYBRIDGEN
+    if not config.policy.attends_all and config.policy is not PolicyName.BOUNDED and not is_early:
         return DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
     if spec.alibi_slopes is not None:
         return DecodeForm.ORDINARY, "attention with slopes (alibi) has no other form"
     if config.graphs is Graphs.OFF:
         return DecodeForm.ORDINARY, "graphs are off"
+    if device.type != "cuda" and is_early:
+        return DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
     if device.type != "cuda":
         order, why = choose_host_order(config.block_size, threads is not None)
         if order is not KVOrder.TILES:
             return DecodeForm.ORDINARY, why
         return DecodeForm.PROGRAM, "decode steps are replayed as native programs"
-    for op in ("attend_paged", "rotate_and_store"):
+    for op in ("attend_paged", "rotate_and_store", *(("attend_early",) if is_early else ())):
         choice = choose(op, device.type)
         if choice.name != "triton":
             return DecodeForm.ORDINARY, f"CUDA graphs need the Triton kernel of {op}: {choice.reason}"
+    if is_early:
+        return DecodeForm.CAPTURED, "decode steps in mode post are replayed as CUDA graphs"
     return DecodeForm.CAPTURED, "decode steps whose keys all lie on the GPU are replayed as CUDA graphs"
 
 

@@ -1,37 +1,26 @@
-"""`ControlTrace`: what controllers decided, a JSON line each; `replay` decides once more and says where it differs.
+"""`ControlTrace`: what controllers decided, a JSON line each (`formats/control_trace.py`); `replay` decides once more
+and says where it differs.
 
-    {"kind": "selection", "before": …, "times": …, "limits": …, "after": …}      HybridGen's feedback (`sched.feedback`)
-    {"kind": "share", "before": …, "cpu_last": …, "achieved": …, "after": …}     stream lane (`attention.streamed`)
-    {"kind": "hot", "before": …, "look": …, "after": …}                          hot blocks (`sched.hot`)
-
-All are pure functions of what the line holds. There a block is "dram 7", by its tier and its id.
+HybridGen's feedback (`sched.feedback`), the balance of lanes (`attention.lane_share`) and the choice of hot blocks
+(`sched.hot`) are pure functions of what a line holds.
 """
 
 import json
 import weakref
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
-from ambidex.attention.streamed import next_share
+from ambidex.attention.lane_share import next_share
 from ambidex.core.errors import ConfigError
-from ambidex.core.hot import BlockScore, HotDecision, HotLook, HotState
-from ambidex.core.ids import BlockId, Tier
-from ambidex.core.policy import HybridGenMode
-from ambidex.core.selection import (
-    SelectionDecision,
-    SelectionLimits,
-    SelectionSetting,
-    ShareDecision,
-    ShareState,
-    StageTimes,
-)
-from ambidex.core.step import BlockRef
+from ambidex.core.hot import HotDecision, HotState
+from ambidex.core.selection import SelectionDecision, SelectionSetting, ShareDecision, ShareState
+from ambidex.formats.control_trace import MAX_LINE_BYTES, Decision, decision_json, parse_decision
 from ambidex.sched.feedback import next_setting
 from ambidex.sched.hot import next_hot
 
-Decision = SelectionDecision | ShareDecision | HotDecision
 Outcome = SelectionSetting | ShareState | HotState
 
 
@@ -55,6 +44,32 @@ class ControlTrace:
         self._file.write(json.dumps(decision_json(decision), allow_nan=False) + "\n")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A line whose decision comes out otherwise now."""
+
+    line: int
+    recorded: Outcome
+    decided: Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """A trace decided once more: how many decisions there are of HybridGen's feedback, of the balance of lanes and of
+    hot blocks, and where it comes out otherwise: how often, and the first time."""
+
+    num_selections: int
+    num_shares: int
+    num_hot: int = 0
+    num_different: int = 0
+    first: Difference | None = None
+
+    @property
+    def num_decisions(self) -> int:
+        """Of all kinds."""
+        return self.num_selections + self.num_shares + self.num_hot
+
+
 def open_control_trace(name: str | None) -> ControlTrace | None:
     """The trace of a setting, if there is one.
 
@@ -64,78 +79,64 @@ def open_control_trace(name: str | None) -> ControlTrace | None:
     return None if name is None else ControlTrace(name)
 
 
-def decision_json(decision: Decision) -> dict[str, Any]:
-    """A decision as JSON has it."""
-    if isinstance(decision, HotDecision):
-        return _hot_json(decision)
-    return {"kind": "selection" if isinstance(decision, SelectionDecision) else "share", **asdict(decision)}
+def replay_file(name: str | Path) -> Replay:
+    """Decide each line of a file once more.
+
+    Raises:
+        ConfigError: it cannot be read, holds no decision, or a line is none of a control trace.
+    """
+    try:
+        with Path(name).open("rb") as file:
+            found = replay(_read_lines(file))
+    except OSError as error:
+        raise ConfigError(f"control trace {name} cannot be read: {error.strerror or error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"control trace {name}, {error}") from error
+    if not found.num_decisions:
+        raise ConfigError(
+            f"control trace {name} holds no decision: `control_trace` writes those of hybridgen with "
+            f"`hybridgen_feedback`, of a GPU's stream lane beside the CPU, and of hot blocks under bounded"
+        )
+    return found
 
 
-def replay(lines: Iterable[str]) -> tuple[int, list[str]]:
+def replay(lines: Iterable[bytes]) -> Replay:
     """Decide each line of a trace once more.
 
-    Returns:
-        How many lines there are, and for each that comes out otherwise a sentence.
     Raises:
         ConfigError: a line is none of a control trace.
     """
-    number, differing = 0, []
+    num_of_kind = Counter[type[Decision]]()
+    num_different, first = 0, None
     for number, line in enumerate(lines, 1):
         try:
-            recorded, decided = _decide(json.loads(line))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"line {number} is none of a control trace: {type(error).__name__} {error}") from None
-        if recorded != decided:
-            differing.append(f"line {number}: recorded {recorded}, decided now {decided}")
-    return number, differing
-
-
-def _decide(line: Mapping[str, Any]) -> tuple[Outcome, Outcome]:
-    """What a line says was decided, and what is decided now."""
-    if line["kind"] == "hot":
-        look = {**line["look"], "kept": tuple((_block(name), num) for name, num in line["look"]["kept"].items())}
-        return _hot_state(line["after"]), next_hot(_hot_state(line["before"]), HotLook(**look))
-    if line["kind"] == "share":
-        state = next_share(ShareState(**line["before"]), line["cpu_last"], line["achieved"])
-        return ShareState(**line["after"]), state
-    if line["kind"] != "selection":
-        raise ValueError(f"its kind is {line['kind']!r}")
-    decided = next_setting(
-        _setting(line["before"]), StageTimes(**line["times"]), SelectionLimits(**line["limits"])
-    )  # fmt: skip
-    return _setting(line["after"]), decided
-
-
-def _setting(value: Mapping[str, Any]) -> SelectionSetting:
-    times = value["times"]
-    return SelectionSetting(
-        **{**value, "mode": HybridGenMode(value["mode"]), "times": None if times is None else StageTimes(**times)}
+            decision = parse_decision(line)
+        except ConfigError as error:
+            raise ConfigError(f"line {number} is none of a control trace: {error}") from error
+        decided = _decide(decision)
+        num_of_kind[type(decision)] += 1
+        if decided != decision.after:
+            num_different += 1
+            first = first or Difference(line=number, recorded=decision.after, decided=decided)
+    return Replay(
+        num_selections=num_of_kind[SelectionDecision],
+        num_shares=num_of_kind[ShareDecision],
+        num_hot=num_of_kind[HotDecision],
+        num_different=num_different,
+        first=first,
     )
 
 
-def _hot_json(decision: HotDecision) -> dict[str, Any]:
-    look = asdict(decision.look)
-    look["kept"] = {_name(block): num for block, num in decision.look.kept}
-    before, after = (
-        {
-            **asdict(state),
-            "scores": [[_name(item.block), item.score, item.num_looks] for item in state.scores],
-            "wanted": [_name(block) for block in state.wanted],
-        }
-        for state in (decision.before, decision.after)
-    )
-    return {"kind": "hot", "before": before, "look": look, "after": after}
+def _read_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Lines of a file, none read further than is needed to see that it is too long."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        yield line
 
 
-def _hot_state(value: Mapping[str, Any]) -> HotState:
-    scores = tuple(BlockScore(block=_block(name), score=score, num_looks=num) for name, score, num in value["scores"])
-    return HotState(**{**value, "scores": scores, "wanted": tuple(map(_block, value["wanted"]))})
-
-
-def _name(block: BlockRef) -> str:
-    return f"{block.tier} {block.block_id}"
-
-
-def _block(name: str) -> BlockRef:
-    tier, block_id = name.split()
-    return BlockRef(Tier(tier), BlockId(int(block_id)))
+def _decide(decision: Decision) -> Outcome:
+    """What is decided now."""
+    if isinstance(decision, HotDecision):
+        return next_hot(decision.before, decision.look)
+    if isinstance(decision, SelectionDecision):
+        return next_setting(decision.before, decision.times, decision.limits)
+    return next_share(decision.before, decision.seen)

@@ -11,8 +11,8 @@ from ambidex.core.kv_spec import KVSpec
 from ambidex.core.policy import PolicyName
 from ambidex.core.units import MIB
 from ambidex.engine.bounded_form import BoundedForm
-from ambidex.engine.compose.control import Decision
 from ambidex.engine.report import ReportRow
+from ambidex.formats.control_trace import Decision
 from ambidex.kv.manager import KVManager
 from ambidex.runner.decode import DecodeForm
 from ambidex.sched.hot import HotBlocks

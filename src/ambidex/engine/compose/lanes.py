@@ -73,8 +73,10 @@ def choose_scan(
             logger.warning("the GPU scans no keys in DRAM, decode is slower: the copy is not pinned: %s", why_no_lane)
     rule: ScanRule | ScanAlways = ScanAlways((min_scanned or MIN_SCANNED_BLOCKS) * kv.block_size)
     if stream.rates is not None and min_scanned is None:
+        link = stream.rates.link if stream.share > 0 else 0.0
         rule = ScanRule(
-            (stream.rates.link if stream.share > 0 else 0.0) + stream.rates.dram,
+            link + stream.rates.dram,
+            link=link,
             exact_bytes=kv.bytes_per_token_layer,
             scanned_bytes=kv.num_kv_heads * copy.key_bytes,
             kept_bytes=kv.num_kv_heads * copy.kept_bytes,
@@ -122,6 +124,8 @@ def find_no_stream(choices: Choices, pools: Mapping[Tier, KVPool]) -> str | None
         return "there is no GPU that could read DRAM over a link"
     if choices.decode_form is not DecodeForm.CAPTURED:
         return f"decode steps are not captured: {choices.decode_form_why}"
+    if choices.policy.settings.name is PolicyName.HYBRIDGEN:
+        return "policy hybridgen has the link for scores and chosen rows"
     dtypes = choices.kv.specs[Tier.DRAM].dtypes
     if choices.bounded.is_native and dtypes.k.has_scales:
         return f"the accelerator has no bounded scan of keys in {dtypes}"

@@ -25,12 +25,12 @@ from ambidex.core.kv_spec import KVOrder
 from ambidex.core.policy import HybridGenFeedback, PolicyName
 from ambidex.core.selection import SelectionLimits, SelectionSetting
 from ambidex.engine.compose.choices import Choices, decode_buckets
-from ambidex.engine.compose.control import Decision
 from ambidex.engine.compose.lanes import ScanChoice, StreamChoice
 from ambidex.engine.compose.weights import Divided
 from ambidex.engine.memory import most_requests
 from ambidex.engine.tuned_world import EngineWorld, FixedMemory
 from ambidex.engine.weight_tuner import WeightTuner
+from ambidex.formats.control_trace import Decision
 from ambidex.kernels.cpu.bounded import BoundedPool
 from ambidex.kernels.cpu.native import AttentionPool
 from ambidex.models.base import CausalLM
@@ -39,6 +39,7 @@ from ambidex.models.weight_moves import CopyChunk, WeightMoves
 from ambidex.runner.capture import Capture
 from ambidex.runner.decode import DecodeForm, FixedSteps
 from ambidex.runner.device import TORCH_DTYPES, activation_dtype
+from ambidex.runner.early_steps import EarlySteps
 from ambidex.runner.graphs import DecodeSteps
 from ambidex.runner.programs import ProgramSteps
 from ambidex.runner.runner import Forward
@@ -86,6 +87,8 @@ def make_decode_steps(
         )
     if choices.decode_form is DecodeForm.ORDINARY or pools[Tier.GPU].num_blocks == 0:
         return None
+    if choices.policy.settings.name is PolicyName.HYBRIDGEN:  # its steps are made with its attention
+        return None
     return DecodeSteps(
         model=model,
         spec=choices.spec,
@@ -98,6 +101,7 @@ def make_decode_steps(
             stream_share=stream.share,
             stream_blocks=choices.stream.step_blocks if choices.stream is not None else 0,
             follows_lanes=config.stream_percent is None,
+            rates=stream.rates,
             weights=None if divided is None else divided.lanes,
             bounded=bounded,
             scan_rule=scan.rule,
@@ -106,6 +110,50 @@ def make_decode_steps(
             tell=tell,
         ),
     )
+
+
+def make_early_steps(
+    config: EngineConfig,
+    choices: Choices,
+    model: CausalLM,
+    attention: TieredAttention | SelectiveAttention,
+    forward: Forward,
+    capture: Callable[[], Capture],
+) -> EarlySteps | None:
+    """HybridGen's decode steps of fixed form; None: another policy, or they are launched op by op; see
+    `why_no_early_pools`."""
+    rows, max_rows = choices.rows, most_requests(config)
+    is_fixed = choices.decode_form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
+    if not is_fixed or not isinstance(attention, SelectiveAttention) or attention.early is None:
+        return None
+    if why_no_early_pools(attention) is not None:
+        return None
+    assert rows is not None, "HybridGen's fast form keeps rows"
+    assert choices.memory.max_kept_rows is not None, "likewise"
+    return EarlySteps(
+        model=model,
+        spec=choices.spec,
+        forward=forward,
+        pools=attention.pools,
+        selective=attention,
+        buckets=decode_buckets(config),
+        max_context_len=choices.memory.max_context_len,
+        max_far=min(
+            rows.max_fixed_keys(max_rows, config.max_context_len or choices.spec.max_context_len),
+            choices.memory.max_kept_rows,
+        ),
+        capture=capture() if choices.decode_form is DecodeForm.CAPTURED else None,
+    )
+
+
+def why_no_early_pools(attention: TieredAttention | SelectiveAttention) -> str | None:
+    """Why HybridGen's decode steps have no fixed form, although they might have; None: nothing is against it."""
+    early = attention.early if isinstance(attention, SelectiveAttention) else None
+    if early is None:
+        return None
+    if early.pin_refusal is not None:
+        return f"the accelerator cannot read scores in host memory, which are not pinned: {early.pin_refusal}"
+    return "no K and V lie on the accelerator" if attention.pools[Tier.GPU].num_blocks == 0 else None
 
 
 def make_tuner(
@@ -183,6 +231,7 @@ def make_bounded(
     min_scanned: int | None,
     *,
     counts_kept: bool = False,
+    verify_every: int = CHOICES_PER_VERIFIED,
 ) -> BoundedScan | None:
     """The bounded policy in its native form; None: another policy, the reference form, or no pool that it reads.
 
@@ -196,7 +245,7 @@ def make_bounded(
     assert settings.max_dropped_mass is not None, "settings of bounded"
     native_pool = BoundedPool(choices.threads)
     near_tier = None if choices.decode_form is DecodeForm.PROGRAM else Tier.GPU
-    check = ScanCheck(choices.spec, pools, every=CHOICES_PER_VERIFIED, near_tier=near_tier)
+    check = ScanCheck(choices.spec, pools, every=verify_every, near_tier=near_tier)
     return BoundedScan(
         choices.spec,
         {tier: ScanCopy(pool, native_pool, counts_kept=counts_kept) for tier, pool in tiled.items()},
@@ -284,7 +333,13 @@ def _pacing(pool: KVPool, wrap: Callable[[Tier, Reader], Reader] | None) -> Call
 
 
 def with_policy(
-    config: EngineConfig, choices: Choices, model: CausalLM, exact: TieredAttention, host_memory: HostMemory
+    config: EngineConfig,
+    choices: Choices,
+    model: CausalLM,
+    exact: TieredAttention,
+    host_memory: HostMemory,
+    *,
+    verify_every: int = CHOICES_PER_VERIFIED,
 ) -> TieredAttention | SelectiveAttention:
     """Attention whose keys a policy chooses; with `exact` the very object that attends all.
 
@@ -333,5 +388,5 @@ def with_policy(
         look_ahead=look_ahead,
         early=early,
         row_store=row_store if choices.device.type == "cuda" else None,
-        verify_every=CHOICES_PER_VERIFIED if config.verify else 0,
+        verify_every=verify_every if config.verify else 0,
     )

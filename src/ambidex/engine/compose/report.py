@@ -23,6 +23,7 @@ from ambidex.engine.fallbacks import (
 )
 from ambidex.engine.policy_report import policy_rows
 from ambidex.engine.report import EngineReport, ReportRow
+from ambidex.engine.run_plan import RunPlan
 from ambidex.engine.start_report import PoolFacts, make_report
 from ambidex.engine.weights_plan import (
     describe_split,
@@ -119,6 +120,7 @@ def describe(
     stream: tuple[float, str],
     fallbacks: Fallbacks,
     hot: ReportRow,
+    plan: RunPlan | None = None,
 ) -> EngineReport:
     is_cuda = choices.device.type == "cuda"
     sparse = None if divided is None else divided.sparse
@@ -169,4 +171,5 @@ def describe(
         more_kv=[hot] if config.policy is PolicyName.BOUNDED else [],
         cxl=cxl_rows(choices),
         fallbacks=fallbacks.rows,
+        plan=plan,
     )

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,14 +16,18 @@ from ambidex.engine.compose.host import make_placed_pools, paced_copy, place_hos
 from ambidex.engine.compose.hot import choose_hot, hot_row, make_hot, make_promotions
 from ambidex.engine.compose.lanes import choose_scan, choose_stream, explain_stream
 from ambidex.engine.compose.parts import (
+    CHOICES_PER_VERIFIED,
     make_attention,
     make_bounded,
     make_decode_steps,
+    make_early_steps,
     make_feedback,
     make_tuner,
+    why_no_early_pools,
     with_policy,
 )
 from ambidex.engine.compose.report import collect_fallbacks, describe, find_pin_refusals
+from ambidex.engine.compose.run_plan import expect_steps
 from ambidex.engine.compose.sessions import find_identity, make_sessions
 from ambidex.engine.compose.weights import Progress, load_model
 from ambidex.engine.core import EngineCore
@@ -42,7 +47,7 @@ from ambidex.models.base import CausalLM
 from ambidex.models.site_plans import RingSizes
 from ambidex.models.weight_moves import CopyChunk, copy_chunk
 from ambidex.runner.capture import Capture, CudaCapture
-from ambidex.runner.decode import DecodeForm
+from ambidex.runner.decode import DecodeForm, DecodeOutput
 from ambidex.runner.device import choose_device
 from ambidex.runner.host_blocks import HostIds, MergedExecutor
 from ambidex.runner.runner import Forward, ModelRunner, call_model
@@ -50,6 +55,7 @@ from ambidex.runner.sampler import Sampler
 from ambidex.runner.torch_threads import TorchThreads
 from ambidex.runner.tracing import trace_lanes
 from ambidex.runner.verified import VerifiedExecutor
+from ambidex.runner.watched_steps import WatchedSteps
 from ambidex.sched.scheduler import Scheduler
 from ambidex.storage.checksums import BlockChecksums, VerifiedCopy
 from ambidex.storage.copy import CopyBlock, CopyEngine, copy_block
@@ -78,6 +84,8 @@ def build_engine(
     profile: HardwareProfile | None = None,
     dummy_kind: str | None = None,
     shape_dummy: Callable[[CausalLM], None] | None = None,
+    watch_decode: Callable[[DecodeOutput], None] | None = None,
+    verify_every: int | None = None,
 ) -> Engine:
     """Load a model and make it ready to answer.
 
@@ -98,6 +106,8 @@ def build_engine(
             fails.
         dummy_kind: GGUF type, one that a GPU multiplies, of the divided matrices of dummy weights; None: plain numbers.
         shape_dummy: called with a model of dummy weights, whose biases and norms it may change.
+        watch_decode: is told what each decode step of a form of its own gave (`runner/watched_steps.py`).
+        verify_every: with `verify`, one of so many choices of the bounded policy is computed again; None: 61.
         profile: of the machine, for `placement` auto; None: the one that `ambidex calibrate` wrote.
     Raises:
         ConfigError, ModelError: the settings or the model cannot be used.
@@ -157,7 +167,8 @@ def build_engine(
         restore=sessions.restore if sessions is not None else None,
     )
     stream = choose_stream(config, choices, pools)
-    bounded = make_bounded(config, choices, pools, min_scanned, counts_kept=hot.most > 0)
+    verify_every = verify_every or CHOICES_PER_VERIFIED
+    bounded = make_bounded(config, choices, pools, min_scanned, counts_kept=hot.most > 0, verify_every=verify_every)
     scan = choose_scan(choices, bounded, stream, min_scanned, host_memory)
     decode_steps = make_decode_steps(
         config, choices, model, pools, forward, stream, capture, divided, bounded, scan, clock, tell
@@ -165,7 +176,14 @@ def build_engine(
     tuner = make_tuner(config, choices, divided, decode_steps, stream_share=stream.share, copy=copy_weights)
     after_step = tuner.after_step if tuner is not None else None
     trace = trace_lanes(tracer, choices.device, copy)
-    attention = with_policy(config, choices, model, make_attention(choices, pools, min_streamed, trace), host_memory)
+    exact = make_attention(choices, pools, min_streamed, trace)
+    attention = with_policy(config, choices, model, exact, host_memory, verify_every=verify_every)
+    early_steps = make_early_steps(config, choices, model, attention, forward, capture)
+    why_not = why_no_early_pools(attention)
+    if why_not is not None and choices.decode_form is not DecodeForm.ORDINARY:
+        why = f"steps of policy {config.policy} are launched op by op: {why_not}"
+        choices = replace(choices, decode_form=DecodeForm.ORDINARY, decode_form_why=why)
+    steps = early_steps or decode_steps
     fallbacks = collect_fallbacks(
         config, choices, pools, None if divided is None else divided.weights, find_pin_refusals(attention)
     )
@@ -176,7 +194,7 @@ def build_engine(
         copies=CopyEngine(pools, copy=trace.copy),
         device=choices.device,
         forward=forward,
-        decode_steps=decode_steps,
+        decode_steps=steps if steps is None or watch_decode is None else WatchedSteps(steps, watch_decode),
         torch_threads=TorchThreads(choices.num_threads)
         if choices.device.type == "cpu" and choices.threads is not None
         else None,
@@ -211,6 +229,15 @@ def build_engine(
         else TracedCore(scheduler=scheduler, executor=executor, tracer=tracer, kv_bytes=kv_bytes, after_step=after_step)
     )
     core.stats.fallbacks.update(fallbacks.counts)
+    expected = expect_steps(
+        config,
+        choices,
+        divided,
+        stream_share=stream.share,
+        kv_bytes=_bytes_of(choices, choices.memory.num_blocks),
+        profile=profile,
+        dummy_kind=dummy_kind,
+    )
     return Engine(
         core=core,
         text=TextSide(
@@ -232,6 +259,7 @@ def build_engine(
             stream=(stream.share, explain_stream(stream, scan)),
             fallbacks=fallbacks,
             hot=hot_row(hot),
+            plan=expected.plan,
         ),
         figures=EngineFigures(
             spec=choices.spec,
@@ -242,6 +270,7 @@ def build_engine(
             kv=choices.kv.specs,
             num_blocks=choices.memory.num_blocks,
             ledger=choices.memory.ledger,
+            scans_keys=bounded is not None,
         ),
         kv_bytes=kv_bytes,
         cached_bytes=cached_bytes,
@@ -253,7 +282,7 @@ def build_engine(
         sessions=sessions,
         neuron_figures=None if divided is None else divided.neuron_figures,
         end_runner=runner.close,
-        predict_step=choices.weights.auto.predict_step_s if choices.weights.auto is not None else None,
+        predict_step=expected.predict_step,
         tuner=tuner,
     )
 

@@ -431,6 +431,11 @@ class AttentionScript:
             raise ShapeError(f"attention script: {error}") from error
         self._kept_owners.append((arrays, *owners))
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the last run attended for, its waits left out."""
+        return self._native.busy_s
+
     def run(self, batches: Sequence[KeyBatch], *, limit_s: float, scanned: Sequence[KeyBatch] = ()) -> tuple[int, int]:
         """Answer a step.
 

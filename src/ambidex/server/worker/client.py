@@ -18,12 +18,14 @@ from ambidex.core.ids import RequestId
 from ambidex.core.request import Request, SamplingParams
 from ambidex.engine.client import Put
 from ambidex.engine.report import EngineReport
+from ambidex.engine.run_plan import DecodeOutcome
 from ambidex.engine.status import EngineStatus
 from ambidex.engine.text_side import TextSide, read_text_side
 from ambidex.server.worker.wire import (
     Abort,
     Ask,
     AskComputed,
+    AskDecode,
     AskDrop,
     AskGuide,
     AskProbe,
@@ -31,6 +33,7 @@ from ambidex.server.worker.wire import (
     Channel,
     Close,
     Counts,
+    DecodeIs,
     Done,
     Ended,
     Leave,
@@ -176,6 +179,11 @@ class WorkerEngine:
         status: EngineStatus = await self._call(AskStatus)
         return status
 
+    async def decode_outcome(self) -> DecodeOutcome | None:
+        """Decode steps so far beside what was predicted of them; None: no decode step has run."""
+        outcome: DecodeOutcome | None = await self._call(AskDecode)
+        return outcome
+
     async def num_computed_tokens(self, request_ids: Sequence[RequestId]) -> list[int]:
         """Tokens of live requests that are computed so far; 0 for one that is not known."""
         counts: tuple[int, ...] = await self._call(lambda call: AskComputed(call, tuple(request_ids)))
@@ -254,6 +262,8 @@ class WorkerEngine:
                 self._settle(message.call, message.status)
             case Counts():
                 self._settle(message.call, message.counts)
+            case DecodeIs():
+                self._settle(message.call, message.outcome)
             case Loading():
                 self._progress(message.done, message.total)
             case Ready():

@@ -26,6 +26,7 @@ from ambidex.server.worker.wire import (
     Abort,
     Ask,
     AskComputed,
+    AskDecode,
     AskDrop,
     AskGuide,
     AskProbe,
@@ -33,6 +34,7 @@ from ambidex.server.worker.wire import (
     Channel,
     Close,
     Counts,
+    DecodeIs,
     Done,
     Ended,
     Leave,
@@ -198,6 +200,8 @@ class Worker:
                 return Done(message.call)
             case AskComputed():
                 return Counts(message.call, tuple(await llm.num_computed_tokens(message.request_ids)))
+            case AskDecode():
+                return DecodeIs(message.call, await llm.decode_outcome())
             case AskDrop():
                 return Counts(message.call, (await llm.drop_cached(message.tenant),))
 

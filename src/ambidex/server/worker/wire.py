@@ -19,6 +19,7 @@ from ambidex.core.request import FinishReason, Request, SamplingParams
 from ambidex.core.step import SampledToken
 from ambidex.engine.outputs import RequestOutput
 from ambidex.engine.report import EngineReport
+from ambidex.engine.run_plan import DecodeOutcome
 from ambidex.engine.status import EngineStatus
 from ambidex.engine.text_side import TextFacts
 
@@ -156,6 +157,12 @@ class AskComputed(msgspec.Struct, frozen=True, tag=True):
     request_ids: tuple[RequestId, ...]
 
 
+class AskDecode(msgspec.Struct, frozen=True, tag=True):
+    """How long do decode steps take, and what was predicted? Answered by `DecodeIs`, at once."""
+
+    call: int
+
+
 class AskDrop(msgspec.Struct, frozen=True, tag=True):
     """Forget what the prefix cache holds; answered by `Counts`, after the step."""
 
@@ -172,7 +179,7 @@ class Close(msgspec.Struct, frozen=True, tag=True):
     save_s: float | None = None
 
 
-Ask = AskGuide | AskStatus | AskProbe | AskComputed | AskDrop
+Ask = AskGuide | AskStatus | AskProbe | AskComputed | AskDecode | AskDrop
 ToEngine = Start | Submit | Leave | Abort | Ask | Close
 
 
@@ -239,13 +246,20 @@ class Counts(msgspec.Struct, frozen=True, tag=True):
     counts: tuple[int, ...]
 
 
+class DecodeIs(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `AskDecode`; None: no decode step has run."""
+
+    call: int
+    outcome: DecodeOutcome | None
+
+
 class Ended(msgspec.Struct, frozen=True, tag=True):
     """The last message: the engine could not be built, or cannot go on."""
 
     error: SentError
 
 
-ToServer = Loading | Ready | Pieces | Refused | Done | StatusIs | Counts | Ended
+ToServer = Loading | Ready | Pieces | Refused | Done | StatusIs | Counts | DecodeIs | Ended
 
 
 class PieceWriter:

@@ -1,0 +1,53 @@
+"""`EarlyInputs`: what a step of fixed form with early scores reads of its requests, at fixed places in memory."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+import torch
+
+from ambidex.kernels.early_rows import EarlyRows
+
+_NAMES = tuple(item.name for item in fields(EarlyRows))
+_PADDING = {"near_slots": -1}
+"""What padding has; 0 otherwise."""
+_ALIGNED_ROWS = 2
+"""Numbers of 8 bytes in 16: kernels are compiled for aligned pointers."""
+
+
+class EarlyInputs:
+    """The buffers of all steps of at most `max_rows` rows; steps of different sizes share them.
+
+    Args:
+        device: where the step runs; on CUDA the host's side is pinned.
+    """
+
+    def __init__(self, *, max_rows: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        shape = (len(_NAMES), -(-max_rows // _ALIGNED_ROWS) * _ALIGNED_ROWS)
+        self._host = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)
+        self._device = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._arrays = self._host.numpy()  # the same memory
+        self._rows: dict[int, EarlyRows] = {}
+        self._sent = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # torch has no types here
+
+    def device(self, num_rows: int) -> EarlyRows:
+        """What a step of `num_rows` rows reads; views that stay where they are."""
+        if num_rows not in self._rows:
+            parts = dict(zip(_NAMES, self._device[:, :num_rows], strict=True))
+            self._rows[num_rows] = EarlyRows(**parts)
+        return self._rows[num_rows]
+
+    def send(self, num_rows: int, numbers: Mapping[str, Sequence[int]]) -> None:
+        """Bring the numbers of a step's requests to the device, with padding up to `num_rows`.
+
+        Cost: one small copy; waits for the last one.
+        """
+        if self._sent is not None:
+            self._sent.synchronize()
+        for array, name in zip(self._arrays, _NAMES, strict=True):
+            values = numbers[name]
+            array[: len(values)] = values
+            array[len(values) : num_rows] = _PADDING.get(name, 0)
+        self._device.copy_(self._host, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()

@@ -1,0 +1,241 @@
+"""Attention of one query a request over near keys and the far ones that early scores put first; sizes on the device.
+
+    chosen far keys of a KV head   the K largest of max over its query heads of s_j, the earlier of equal ones first
+    s_j = given_j, j being chosen;  q · k_j · scale for near j
+    out = Σ_j e^(s_j − lse) · v_j
+
+    bring   scores in host memory ─▶ the device, and of each key an integer in the order of its largest score
+    cut     the K-th largest of these, digit by digit: a pass over the keys counts those above 16 candidates
+    attend  as in `attend_chosen`, with all far keys gone over: rows of V that are not chosen are not read
+    merge   as in `attend_paged`
+
+How many keys a request has, how many are chosen, where its scores and its rows of V begin: all of that is read on the
+device, and the launches depend on the shapes alone, so that a CUDA graph may hold them.
+"""
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ambidex.kernels.early_rows import EarlyRows
+from ambidex.kernels.triton.attend_paged import (
+    _LOG2_E,
+    _MIN_GROUP,
+    _merge_splits_kernel,
+    _num_multiprocessors,
+    choose_num_splits,
+    choose_tile_keys,
+)
+
+_BROUGHT_KEYS: Final = 512
+"""Keys of a tile whose scores are brought: 1 KiB of each query head in 16-bit numbers."""
+_COUNTED_KEYS: Final = 2048
+"""Keys of a tile that are counted: with 16 candidates and 1024 threads, 32 counts of each thread, in registers."""
+_COUNT_WARPS: Final = 32
+_DIGIT_BITS: Final = 4
+
+
+@triton.jit
+def _bring_kernel(
+    scores_ptr, score_first_ptr, far_num_ptr, given_ptr, order_ptr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, IS_WIDE: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(2)
+    num = tl.load(far_num_ptr + row).to(tl.int32)
+    first = tl.load(score_first_ptr + row)
+    places = first + head * GROUP * num
+    orders = first // GROUP + head * num
+    num_tiles = tl.cdiv(num, BLOCK)
+    tiles_per_split = tl.cdiv(num_tiles, NUM_SPLITS)
+    tile_begin = split * tiles_per_split
+    tile_end = tl.minimum(tile_begin + tiles_per_split, num_tiles)
+    for tile in range(tile_begin, tile_end):
+        keys = tile * BLOCK + tl.arange(0, BLOCK)
+        is_key = keys < num
+        best = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+        for member in tl.static_range(GROUP):
+            given = tl.load(scores_ptr + places + member * num + keys, mask=is_key, other=0.0)
+            tl.store(given_ptr + places + member * num + keys, given, mask=is_key)
+            best = tl.maximum(best, given.to(tl.float32))
+        if IS_WIDE:
+            bits = best.to(tl.int32, bitcast=True)
+            order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        else:
+            bits = best.to(given_ptr.dtype.element_ty).to(tl.int16, bitcast=True).to(tl.int32)
+            order = bits ^ ((bits >> 31) & 0x7FFF)
+        tl.store(order_ptr + orders + keys, order, mask=is_key)
+
+
+@triton.jit
+def _cut_kernel(
+    order_ptr, score_first_ptr, far_num_ptr, num_selected_ptr, cut_ptr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
+    DIGIT_BITS: tl.constexpr, LOWEST: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
+    num = tl.load(far_num_ptr + row).to(tl.int32)
+    wanted = tl.minimum(tl.load(num_selected_ptr + row).to(tl.int32), num)
+    orders_ptr = order_ptr + tl.load(score_first_ptr + row) // GROUP + head * num
+    num_tiles = tl.cdiv(num, BLOCK)
+    places = tl.arange(0, BLOCK)
+    digits = tl.arange(0, 1 << DIGIT_BITS)
+    low = tl.full([], LOWEST, dtype=tl.int32)  # so many keys as are wanted lie at it or above it
+    for step in tl.static_range(BITS // DIGIT_BITS):
+        candidates = low + (digits << (BITS - DIGIT_BITS * (step + 1)))
+        counts = tl.zeros([1 << DIGIT_BITS, BLOCK], dtype=tl.int32)
+        for tile in range(0, num_tiles):
+            keys = tile * BLOCK + places
+            order = tl.load(orders_ptr + keys, mask=keys < num, other=LOWEST)
+            counts += ((order[None, :] >= candidates[:, None]) & (keys < num)[None, :]).to(tl.int32)
+        is_enough = tl.sum(counts, axis=1) >= wanted
+        digit = tl.sum(is_enough.to(tl.int32), axis=0) - 1
+        low += digit << (BITS - DIGIT_BITS * (step + 1))
+    above = tl.zeros([BLOCK], dtype=tl.int32)
+    for tile in range(0, num_tiles):
+        keys = tile * BLOCK + places
+        order = tl.load(orders_ptr + keys, mask=keys < num, other=LOWEST)
+        above += ((order > low) & (keys < num)).to(tl.int32)
+    num_equal = wanted - tl.sum(above, axis=0)  # of those at the cut
+    seen = tl.full([], 0, dtype=tl.int32)
+    cut = tl.full([], 0, dtype=tl.int32)
+    for tile in range(0, num_tiles):
+        keys = tile * BLOCK + places
+        order = tl.load(orders_ptr + keys, mask=keys < num, other=LOWEST)
+        is_equal = ((order == low) & (keys < num)).to(tl.int32)
+        is_taken = (is_equal > 0) & (seen + tl.cumsum(is_equal, 0) <= num_equal)
+        cut = tl.maximum(cut, tl.max(tl.where(is_taken, keys + 1, 0), axis=0))
+        seen += tl.sum(is_equal, axis=0)
+    cut_ptr += 2 * (row * NUM_KV_HEADS + head)
+    tl.store(cut_ptr, low)
+    tl.store(cut_ptr + 1, cut)
+
+
+@triton.jit(do_not_specialize=["layer_idx"])
+def _attend_kernel(
+    q_ptr, near_k_ptr, near_v_ptr, near_first_ptr, near_num_ptr, given_ptr, order_ptr, cut_ptr,
+    score_first_ptr, far_num_ptr, v_address_ptr, capacity_ptr, part_ptr, part_lse_ptr, scale_log2,
+    layer_idx, near_head_stride,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr, BLOCK_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    LOG2_E: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(2).to(tl.int64)
+    num_far = tl.load(far_num_ptr + row).to(tl.int32)
+    num_keys = num_far + tl.load(near_num_ptr + row).to(tl.int32)
+    num_tiles = tl.cdiv(num_keys, BLOCK_KEYS)
+    tiles_per_split = tl.cdiv(num_tiles, NUM_SPLITS)
+    tile_begin = split * tiles_per_split
+    tile_end = tl.minimum(tile_begin + tiles_per_split, num_tiles)
+
+    heads = tl.arange(0, GROUP_BLOCK)
+    dims = tl.arange(0, DIM_BLOCK)
+    is_head = heads < GROUP
+    is_dim = dims < HEAD_DIM
+    is_q = is_head[:, None] & is_dim[None, :]
+    q_heads = (row * NUM_KV_HEADS + kv_head) * GROUP + heads
+    part_rows = q_heads * NUM_SPLITS + split
+    if tile_begin >= tile_end:
+        tl.store(part_lse_ptr + part_rows, tl.full([GROUP_BLOCK], float("-inf"), dtype=tl.float32), mask=is_head)
+        return
+
+    q = tl.load(q_ptr + q_heads[:, None] * HEAD_DIM + dims[None, :], mask=is_q, other=0.0)
+    near_first = tl.load(near_first_ptr + row)
+    near_k_ptr += kv_head * near_head_stride + near_first * HEAD_DIM
+    near_v_ptr += kv_head * near_head_stride + near_first * HEAD_DIM
+    score_first = tl.load(score_first_ptr + row)
+    given_ptr += score_first + kv_head * GROUP * num_far
+    order_ptr += score_first // GROUP + kv_head * num_far
+    cut_ptr += 2 * (row * NUM_KV_HEADS + kv_head)
+    low, cut = tl.load(cut_ptr), tl.load(cut_ptr + 1)
+    v_ptr = tl.multiple_of(tl.load(v_address_ptr + row).to(near_v_ptr.dtype), 16)
+    v_ptr += (layer_idx * NUM_KV_HEADS + kv_head) * tl.load(capacity_ptr + row) * HEAD_DIM
+    top = tl.full([GROUP_BLOCK], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([GROUP_BLOCK], dtype=tl.float32)
+    acc = tl.zeros([GROUP_BLOCK, DIM_BLOCK], dtype=tl.float32)
+    for tile in range(tile_begin, tile_end):
+        keys = tile * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+        is_far = keys < num_far
+        is_near = (keys >= num_far) & (keys < num_keys)
+        order = tl.load(order_ptr + keys, mask=is_far, other=0)
+        is_chosen = is_far & ((order > low) | ((order == low) & (keys < cut)))
+        far_v = tl.load(
+            v_ptr + keys.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :], mask=is_chosen[:, None] & is_dim[None, :],
+            other=0.0,
+        )  # fmt: skip
+        given = tl.load(
+            given_ptr + heads[:, None] * num_far + keys[None, :], mask=is_head[:, None] & is_chosen[None, :], other=0.0
+        )
+        near_rows = (keys - num_far)[:, None] * HEAD_DIM + dims[None, :]
+        is_near_row = is_near[:, None] & is_dim[None, :]
+        k = tl.load(near_k_ptr + near_rows, mask=is_near_row, other=0.0)
+        near_v = tl.load(near_v_ptr + near_rows, mask=is_near_row, other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale_log2
+        scores = tl.where(is_chosen[None, :], given.to(tl.float32) * LOG2_E, scores)
+        scores = tl.where((is_chosen | is_near)[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key of the split has been chosen yet
+        fade = tl.exp2(top - base)
+        weights = tl.exp2(scores - base[:, None])
+        total = total * fade + tl.sum(weights, axis=1)
+        v = tl.where(is_chosen[:, None], far_v, near_v)
+        acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        top = new_top
+    is_empty = total == 0.0
+    divisor = tl.where(is_empty, 1.0, total)
+    lse = tl.where(is_empty, float("-inf"), (top + tl.log2(divisor)) * 0.6931471805599453)  # ln 2
+    tl.store(part_ptr + part_rows[:, None] * HEAD_DIM + dims[None, :], acc / divisor[:, None], mask=is_q)
+    tl.store(part_lse_ptr + part_rows, lse, mask=is_head)
+
+
+def attend_early(
+    q: Tensor, near_k: Tensor, near_v: Tensor, scores: Tensor, rows: EarlyRows, *, layer_idx: int, scale: float
+) -> Tensor:
+    """See `kernels.api.attend_early`."""
+    q = q.contiguous()
+    num_rows, num_q_heads, head_dim = q.shape
+    num_kv_heads = near_k.shape[0]
+    group = num_q_heads // num_kv_heads
+    device = q.device
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device)
+    given = torch.empty(scores.shape, dtype=scores.dtype, device=device)
+    order = torch.empty(scores.numel() // group, dtype=torch.int32, device=device)
+    cut = torch.empty((num_rows, num_kv_heads, 2), dtype=torch.int32, device=device)
+    num_splits = choose_num_splits(num_rows * num_kv_heads, _num_multiprocessors(device))
+    part = torch.empty((num_rows, num_q_heads, num_splits, head_dim), dtype=torch.float32, device=device)
+    part_lse = torch.empty((num_rows, num_q_heads, num_splits), dtype=torch.float32, device=device)
+    is_wide = scores.dtype == torch.float32
+    bits = 32 if is_wide else 16
+    _bring_kernel[(num_splits, num_kv_heads, num_rows)](
+        scores, rows.score_first, rows.far_num, given, order,
+        GROUP=group, BLOCK=_BROUGHT_KEYS, NUM_SPLITS=num_splits, IS_WIDE=is_wide, num_warps=4,
+    )  # fmt: skip
+    _cut_kernel[(num_kv_heads, num_rows)](
+        order, rows.score_first, rows.far_num, rows.num_selected, cut,
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, BLOCK=_COUNTED_KEYS, BITS=bits, DIGIT_BITS=_DIGIT_BITS,
+        LOWEST=-(1 << (bits - 1)), num_warps=_COUNT_WARPS,
+    )  # fmt: skip
+    dim_block = max(16, triton.next_power_of_2(head_dim))
+    _attend_kernel[(num_splits, num_kv_heads, num_rows)](
+        q, near_k, near_v, rows.near_first, rows.near_num, given, order, cut,
+        rows.score_first, rows.far_num, rows.v_address, rows.capacity, part, part_lse, scale * _LOG2_E,
+        layer_idx, near_k.stride(0),
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_BLOCK=max(_MIN_GROUP, triton.next_power_of_2(group)),
+        HEAD_DIM=head_dim, DIM_BLOCK=dim_block, BLOCK_KEYS=choose_tile_keys(dim_block, near_v.element_size()),
+        NUM_SPLITS=num_splits, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", LOG2_E=_LOG2_E,
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    _merge_splits_kernel[(num_rows * num_q_heads,)](
+        part, part_lse, out, lse,
+        HEAD_DIM=head_dim, DIM_BLOCK=dim_block, NUM_SPLITS=num_splits,
+        SPLIT_BLOCK=triton.next_power_of_2(num_splits), num_warps=4,
+    )  # fmt: skip
+    return out

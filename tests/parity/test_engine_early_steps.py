@@ -1,0 +1,93 @@
+"""HybridGen's decode steps of fixed form give what those launched op by op give; on a GPU they are captured."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ambidex import EngineConfig, SamplingParams
+from ambidex.core.config import DeviceKind, DTypeChoice
+from ambidex.core.ids import Lane
+from ambidex.core.policy import PolicyName
+from ambidex.engine.compose import build_engine
+from ambidex.engine.engine import Engine
+from ambidex.runner.decode import DecodeForm
+from ambidex.runner.early_steps import EarlySteps
+from ambidex.runner.runner import ModelRunner
+from arriving_requests import NUM_OUTPUTS, run
+from tiny_engine import make_engine_folder
+
+FORMS = [
+    pytest.param(DeviceKind.CPU, DecodeForm.FIXED, id="cpu"),
+    pytest.param(DeviceKind.CUDA, DecodeForm.CAPTURED, marks=pytest.mark.gpu, id="cuda"),
+]
+SPLITS: dict[str, dict[str, Any]] = {
+    "gpu": {"kv_gpu_tokens": 1024},
+    "split": {"kv_gpu_tokens": 400, "num_sink_tokens": 4, "recent_window": 8},
+}
+
+
+def make_engine(folder: Path, device: DeviceKind, form: DecodeForm, **settings: Any) -> Engine:
+    common: dict[str, Any] = {
+        "model": str(folder),
+        "device": device,
+        "dtype": DTypeChoice.FP32,
+        "policy": PolicyName.HYBRIDGEN,
+        "exact_layers": 1,
+        "near_tokens": 3,
+        "block_size": 16,
+        "num_threads": 1,
+        "max_context_len": 128,
+    }
+    return build_engine(EngineConfig(**common | settings), decode_form=form)
+
+
+def steps_of(engine: Engine) -> EarlySteps:
+    runner = engine.core.executor
+    assert isinstance(runner, ModelRunner)
+    assert isinstance(runner.decode_steps, EarlySteps)
+    return runner.decode_steps
+
+
+class Counted:
+    """Counts the steps that an engine's fixed form has taken."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        steps, self.num = steps_of(engine), 0
+        try_run = steps.try_run
+
+        def counting(requests: Any) -> Any:
+            output = try_run(requests)
+            self.num += output is not None
+            return output
+
+        monkeypatch.setattr(steps, "try_run", counting)
+
+
+@pytest.mark.parametrize(("device", "form"), FORMS)
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("variant", ["llama", "opt", "qwen3"])
+def test_tokens_of_fixed_steps_equal_those_of_steps_launched_op_by_op(
+    variant: str, split: str, device: DeviceKind, form: DecodeForm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven requests that come and go, beside prompts."""
+    folder = make_engine_folder(tmp_path, variant)
+    params = [
+        SamplingParams(max_output_tokens=num, temperature=0.0, ignore_eos=True, logprobs=2) for num in NUM_OUTPUTS
+    ]
+    ordinary = make_engine(folder, device, DecodeForm.ORDINARY, **SPLITS[split])
+    wanted = run(ordinary, params)
+    engine = make_engine(folder, device, form, **SPLITS[split])
+    counted = Counted(engine, monkeypatch)
+    assert run(engine, params) == wanted
+    assert counted.num > engine.stats.num_steps / 3
+    assert engine.stats.num_graph_failures == 0
+    assert (engine.stats.num_moves > 0) is (split == "split")
+    figures, others = engine.stats.selection, ordinary.stats.selection
+    assert figures == others
+    assert figures is not None
+    assert figures.attended_share < 0.9, "nothing is left out: the test would prove nothing"
+    for lane in (Lane.GPU, Lane.CPU) if device is DeviceKind.CUDA else (Lane.CPU,):  # else one reads padded rows
+        assert engine.stats.lane_bytes[lane] == ordinary.stats.lane_bytes[lane], lane
+    if form is DecodeForm.CAPTURED:
+        assert engine.stats.num_replayed_steps > engine.stats.num_steps / 5
