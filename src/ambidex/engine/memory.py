@@ -57,11 +57,13 @@ class FixedBytes:
     """What a policy keeps there of K and V beside the blocks."""
     predictor: int = 0
     """What its predictor keeps there, but for what it keeps of each token."""
+    hot: int = 0
+    """Buffers through which copies of hot blocks come."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.workspace + self.graphs + self.streamed + self.near_rows + self.predictor
+        return self.workspace + self.graphs + self.streamed + self.near_rows + self.predictor + self.hot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,7 @@ def fixed_bytes(
     stream: StreamBuffers | None = None,
     rows: KeptRows | None = None,
     predictor: PredictorState | None = None,
+    hot: int = 0,
 ) -> FixedBytes:
     """What the accelerator's budget pays before weights and KV.
 
@@ -109,6 +112,7 @@ def fixed_bytes(
         stream: buffers of the stream lane; None: there is none.
         rows: what a policy keeps of K and V beside the blocks; None: nothing.
         predictor: what its predictor keeps; None: it has none.
+        hot: bytes of the buffers for copies of hot blocks.
     """
     most_rows, max_context_len = most_requests(config), _wanted_context_len(config, spec)
     workspace = workspace_bytes(
@@ -124,6 +128,7 @@ def fixed_bytes(
         streamed=stream.num_bytes if stream is not None else 0,
         near_rows=rows.gpu_bytes(most_rows, max_context_len) if rows is not None else 0,
         predictor=predictor.fixed_bytes(most_rows, max_context_len) if predictor is not None else 0,
+        hot=hot,
     )
 
 
@@ -186,6 +191,7 @@ def plan_memory(
         ring = f", weights on their way {format_size(weights.ring)}" if weights.ring else ""
         near = f", near rows of `policy` {config.policy} {format_size(fixed.near_rows)}" if fixed.near_rows else ""
         near += f", its predictor {format_size(fixed.predictor)}" if fixed.predictor else ""
+        near += f", buffers for hot blocks {format_size(fixed.hot)}" if fixed.hot else ""
         raise ConfigError(
             f"`gpu_memory` {format_size(gpu_budget)} is too small: weights take {format_size(weights.on_gpu)}{ring}, "
             f"workspace {format_size(fixed.workspace)}, stream buffers {format_size(fixed.streamed)}, CUDA graphs "
@@ -233,6 +239,7 @@ def plan_memory(
         ("stream", fixed.streamed),
         ("near rows", fixed.near_rows),
         ("predictor", fixed.predictor + predicted_bytes),
+        ("hot blocks", fixed.hot),
     ):
         if num_bytes:
             ledger.take(Tier.GPU, owner, num_bytes)
