@@ -29,7 +29,7 @@ from ambidex.engine.bounded_form import BoundedForm, choose_bounded_form
 from ambidex.engine.chosen_policy import ChosenPolicy, choose_policy
 from ambidex.engine.compose.cxl import CxlTier, choose_cxl
 from ambidex.engine.compose.sparsity import SparsityChoice, choose_sparsity
-from ambidex.engine.kept_rows import choose_kept_rows, why_no_early_steps
+from ambidex.engine.kept_rows import choose_kept_rows, choose_predictor_state, why_no_early_steps
 from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
 from ambidex.engine.lane_preset import most_streamed_share, streamed_share
 from ambidex.engine.memory import (
@@ -249,7 +249,10 @@ def make_choices(
         is_cuda=is_cuda,
         is_fixed=form in (DecodeForm.FIXED, DecodeForm.CAPTURED),
     )
-    fixed = fixed_bytes(config, spec, activations=activations, graph_buckets=buckets, stream=stream, rows=rows)
+    predictor = choose_predictor_state(spec, chosen.settings)
+    fixed = fixed_bytes(
+        config, spec, activations=activations, graph_buckets=buckets, stream=stream, rows=rows, predictor=predictor
+    )
     weights = _choose_weights(
         config, spec, skeleton, dtype, device, kv, keeps_quantized=keeps, free=free, fixed=fixed, ring=weight_ring,
         profile=profile,
@@ -275,6 +278,7 @@ def make_choices(
             cxl_bytes=tier.num_bytes,
             num_near_v=chosen.settings.exact_layers or 0,
             rows=rows,
+            predictor=predictor,
         )
 
     return Choices(

@@ -153,6 +153,7 @@ def describe(
                 choices.bounded,
                 max_kept_rows=choices.memory.max_kept_rows,
                 rows_why=choices.rows_why,
+                max_predicted=choices.memory.max_predicted,
                 is_fixed=choices.decode_form in (DecodeForm.FIXED, DecodeForm.CAPTURED),
             ),
             ReportRow(section="compute", name="stream_share", value=f"{stream[0]:.2f} of keys in DRAM", why=stream[1]),
