@@ -8,11 +8,22 @@ from ambidex.core.config import EngineConfig
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import Tier
-from ambidex.core.kv_spec import FIXED_SCORE_BYTES, NEAR_SLACK, SCORE_BUFFERS, KeptRows, KVOrder, KVSpec, StreamBuffers
+from ambidex.core.kv_spec import (
+    FIXED_SCORE_BYTES,
+    NEAR_SLACK,
+    PREDICTOR_QUERIES,
+    SCORE_BUFFERS,
+    KeptRows,
+    KVOrder,
+    KVSpec,
+    PredictorState,
+    StreamBuffers,
+)
 from ambidex.core.model_spec import Activation, ModelSpec
-from ambidex.core.policy import PolicyName
+from ambidex.core.policy import PolicyName, resolve_policy
 from ambidex.core.units import GIB, MIB
 from ambidex.cost.workspace import BYTES_PER_GRAPH, graph_bytes
+from ambidex.engine.kept_rows import choose_predictor_state
 from ambidex.engine.memory import FreeMemory, MemoryPlan, WeightBytes, fixed_bytes, plan_memory
 
 SPEC = ModelSpec(
@@ -105,3 +116,76 @@ def test_an_accelerator_without_room_for_near_rows_is_refused_with_their_size() 
             config, SPEC, {Tier.GPU: spec, Tier.DRAM: spec}, free=FREE, weights=WeightBytes(on_gpu=MIB), fixed=fixed,
             rows=rows,
         )  # fmt: skip
+
+
+PREDICTOR = PredictorState(num_layers=1, num_kv_heads=2, num_q_heads=4, head_dim=16, num_columns=3)
+PREDICTED_BYTES = 2 * 3 * 4
+"""Of a token: heads, columns, fp32."""
+
+
+def plan_predictor(**settings: object) -> MemoryPlan:
+    spec = KVSpec.of(SPEC, dtype=DType.BF16, block_size=16)
+    values = {"max_running_requests": 3, "policy": PolicyName.INFINIGEN, **settings}
+    config = EngineConfig(model="any", **values)  # type: ignore[arg-type]
+    fixed = fixed_bytes(config, SPEC, activations=DType.BF16, predictor=PREDICTOR)
+    return plan_memory(
+        config, SPEC, {Tier.GPU: spec, Tier.DRAM: spec}, free=FREE, weights=WeightBytes(on_gpu=MIB), fixed=fixed,
+        predictor=PREDICTOR,
+    )  # fmt: skip
+
+
+def test_what_a_predictor_keeps_stands_in_the_ledger_of_the_accelerator() -> None:
+    memory = plan_predictor(max_context_len=512)
+    turns = 3 * 2 * 16 * 3  # requests, heads, head_dim, columns
+    queries = 2 * PREDICTOR_QUERIES * 4 * 16  # prompts, queries, heads, head_dim
+    keys = 512 * 2 * 16
+    taken = {entry.owner: entry.num_bytes for entry in memory.ledger.entries(Tier.GPU)}
+    assert memory.max_predicted == 3 * 512, "all requests, as long as they may be"
+    assert memory.max_kept_tokens == memory.max_predicted
+    assert taken["predictor"] == 4 * (turns + queries + keys) + memory.max_predicted * PREDICTED_BYTES
+
+
+def test_predictor_takes_at_most_half_of_what_blocks_could_have() -> None:
+    whole = plan_predictor(max_context_len=512, gpu_memory=GIB)
+    fixed = sum(entry.num_bytes for entry in whole.ledger.entries(Tier.GPU) if entry.owner in ("weights", "workspace"))
+    fixed += PREDICTOR.fixed_bytes(3, 512)
+    tight = plan_predictor(max_context_len=512, gpu_memory=fixed + 2 * 600 * PREDICTED_BYTES)
+    assert tight.max_predicted == 600
+    assert tight.num_blocks[Tier.GPU] == 600 * PREDICTED_BYTES // (16 * 2 * 2 * 2 * 16 * 2)
+
+
+def test_context_that_a_predictor_has_no_room_for_is_refused_or_shortened() -> None:
+    whole = plan_predictor(max_context_len=512, gpu_memory=GIB)
+    fixed = sum(entry.num_bytes for entry in whole.ledger.entries(Tier.GPU) if entry.owner in ("weights", "workspace"))
+    budget = fixed + PREDICTOR.fixed_bytes(3, 512) + 2 * 100 * PREDICTED_BYTES
+    with pytest.raises(ConfigError, match=r"keeps columns of K .* room for those of 100 tokens, and a context has 512"):
+        plan_predictor(max_context_len=512, gpu_memory=budget)
+    memory = plan_predictor(gpu_memory=budget)
+    assert memory.max_context_len == 100
+    assert memory.max_context_reason == "the columns of K on the accelerator that `policy` infinigen has room for"
+
+
+def test_an_accelerator_without_room_for_a_predictor_is_refused_with_its_size() -> None:
+    with pytest.raises(ConfigError, match=r"its predictor \d.*KiB: give at least"):
+        plan_predictor(max_context_len=512, gpu_memory=MIB)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_layers"),
+    [
+        ({"policy": "infinigen"}, 3),
+        ({"policy": "infinigen", "exact_layers": 0}, 4),
+        ({"policy": "infinigen", "exact_layers": 9}, 0),
+        ({"policy": "hybridgen", "hybridgen_mode": "pre"}, 3),
+        ({"policy": "hybridgen", "hybridgen_feedback": "mode"}, 3),
+        ({"policy": "hybridgen"}, None),
+        ({"policy": "h2o"}, None),
+        ({}, None),
+    ],
+)
+def test_policies_that_predict_scores_have_a_predictor(settings: dict[str, object], num_layers: int | None) -> None:
+    spec = replace(SPEC, num_layers=5, windows=(None,) * 5)
+    config = EngineConfig(model="any", **settings)  # type: ignore[arg-type]
+    found = choose_predictor_state(spec, resolve_policy(config))
+    assert (None if found is None else found.num_layers) == num_layers
+    assert found is None or found.num_columns == 16 * 20 // 100

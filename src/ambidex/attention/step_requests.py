@@ -99,7 +99,9 @@ class RequestStates:
         """Make a request known before its first step."""
         self.by_id[request.request_id] = RequestState(
             request=PolicyRequest(
-                num_prompt_tokens=len(request.prompt_token_ids), max_output_tokens=request.params.max_output_tokens
+                num_prompt_tokens=len(request.prompt_token_ids),
+                max_output_tokens=request.params.max_output_tokens,
+                max_tokens=request.max_tokens,
             ),
             max_tokens=request.max_tokens,
         )

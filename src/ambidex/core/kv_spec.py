@@ -261,6 +261,44 @@ class KeptRows:
         return self.num_q_heads * self.number_bytes + self.num_kv_heads * DType.FP32.num_bytes
 
 
+PREDICTOR_QUERIES: Final = 512
+"""Of a prompt, at most, that a predictor is made of: with a group of 4, 2,048 vectors for 128 columns."""
+_NUM_OPEN_PROMPTS: Final = 2
+"""Prompts that are computed in part between two steps: a step begins no other one before the one that runs is whole,
+unless that had to yield."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictorState:
+    """What a predictor of scores keeps on the accelerator, in fp32, in each of the `num_layers` that look ahead: some
+    columns of K of each token, what turns queries into them, and while a prompt is computed some of its queries."""
+
+    num_layers: int
+    num_kv_heads: int
+    num_q_heads: int
+    head_dim: int
+    num_columns: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of partial keys, all layers."""
+        return self.num_layers * self.num_kv_heads * self.num_columns * DType.FP32.num_bytes
+
+    def fixed_bytes(self, num_requests: int, max_context_len: int) -> int:
+        """What does not depend on how many tokens there are: turns of so many requests, queries of prompts, and K of
+        one layer of the longest, from which partial keys are made."""
+        turns = num_requests * self.num_layers * self.num_kv_heads * self.head_dim * self.num_columns
+        num_queries = _NUM_OPEN_PROMPTS * min(PREDICTOR_QUERIES, max_context_len)
+        queries = num_queries * self.num_layers * self.num_q_heads * self.head_dim
+        keys = max_context_len * self.num_kv_heads * self.head_dim
+        return (turns + queries + keys) * DType.FP32.num_bytes
+
+
+def num_partial_columns(head_dim: int, percent: int) -> int:
+    """Columns of K that a predictor keeps."""
+    return max(1, head_dim * percent // 100)
+
+
 def num_near_rows(num_near: int) -> int:
     """Rows of a buffer of near rows: those before a step's own, that one, and room for the steps to come."""
     return num_near + 1 + NEAR_SLACK

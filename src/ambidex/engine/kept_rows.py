@@ -1,10 +1,11 @@
-"""Which rows of K and V a policy keeps beside the blocks, and why there are none. Values only, no allocation."""
+"""What a policy keeps of K and V beside the blocks: rows, or why there are none, and what its predictor keeps. Values
+only, no allocation."""
 
 from collections.abc import Mapping
 
 from ambidex.core.config import EngineConfig
 from ambidex.core.ids import Tier
-from ambidex.core.kv_spec import KeptRows, KVOrder, KVSpec
+from ambidex.core.kv_spec import KeptRows, KVOrder, KVSpec, PredictorState, num_partial_columns
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.policy import HybridGenFeedback, HybridGenMode, PolicyName, PolicySettings
 
@@ -47,6 +48,31 @@ def choose_kept_rows(
         is_fixed=is_hybridgen and is_fixed,
     )
     return rows, "the CPU scores them, and chosen ones are read there" if is_hybridgen else "chosen ones are read there"
+
+
+def choose_predictor_state(spec: ModelSpec, settings: PolicySettings) -> PredictorState | None:
+    """What the predictor of a policy keeps on the accelerator; None: it has none.
+
+    HybridGen has one in mode pre, and with feedback, which may take that mode at any step.
+    """
+    match settings.name:
+        case PolicyName.INFINIGEN:
+            has_predictor = True
+        case PolicyName.HYBRIDGEN:
+            is_steered = settings.hybridgen_feedback not in (None, HybridGenFeedback.OFF)
+            has_predictor = is_steered or settings.hybridgen_mode is HybridGenMode.PRE
+        case _:
+            has_predictor = False
+    if not has_predictor:
+        return None
+    assert settings.partial_percent is not None, "it has partial keys"
+    return PredictorState(
+        num_layers=max(0, spec.num_layers - max(1, settings.exact_layers or 0)),
+        num_kv_heads=spec.num_kv_heads,
+        num_q_heads=spec.num_q_heads,
+        head_dim=spec.head_dim,
+        num_columns=num_partial_columns(spec.head_dim, settings.partial_percent),
+    )
 
 
 def why_no_early_steps(config: EngineConfig, settings: PolicySettings, kv: Mapping[Tier, KVSpec]) -> str | None:

@@ -9,12 +9,20 @@ from ambidex.engine.report import ReportRow
 
 
 def policy_rows(
-    policy: ChosenPolicy, bounded: BoundedForm, *, max_kept_rows: int | None, rows_why: str
+    policy: ChosenPolicy,
+    bounded: BoundedForm,
+    *,
+    max_kept_rows: int | None,
+    rows_why: str,
+    max_predicted: int | None = None,
+    is_fixed: bool = False,
 ) -> Iterator[ReportRow]:
     """Which keys decode steps attend, and what that costs.
 
     Args:
+        is_fixed: decode steps have a fixed form.
         max_kept_rows: tokens of which the policy can keep rows beside the blocks; None: it keeps none; and why.
+        max_predicted: tokens of which its predictor can keep what it keeps; None: it has none.
     """
     settings = policy.settings
     why = "decode steps take the ordinary path, in plain torch, and attend the keys that it chooses"
@@ -24,6 +32,8 @@ def policy_rows(
         why = f"decode steps attend all keys, those in DRAM {lane}; weights in DRAM travel in every step"
     elif settings.is_exact:
         why = "decode steps attend all keys"
+    elif settings.name is PolicyName.HYBRIDGEN and is_fixed:
+        why = "decode steps attend near keys and the far ones that scores made a layer ahead put first"
     elif settings.name is PolicyName.BOUNDED:
         why = bounded.why
     if policy.why:
@@ -40,4 +50,11 @@ def policy_rows(
             name="policy_rows",
             value="none" if max_kept_rows is None else f"of {max_kept_rows} tokens, in host memory",
             why=rows_why,
+        )
+    if max_predicted is not None:
+        yield ReportRow(
+            section="compute",
+            name="policy_predictor",
+            value=f"of {max_predicted} tokens, on the accelerator",
+            why="columns of K that it predicts scores with; requests start only if there is room for all their tokens",
         )

@@ -7,6 +7,7 @@
 Nobody reads a target before its copy is reported as finished, so a step never waits for one of its own.
 """
 
+import ctypes
 import logging
 from collections.abc import Mapping, Sequence
 
@@ -17,7 +18,7 @@ from ambidex.core.errors import CopyError
 from ambidex.core.ids import MoveId, Tier
 from ambidex.core.step import BlockMove
 from ambidex.kernels import tiles
-from ambidex.kernels.cuda import copy2d
+from ambidex.kernels.cuda.copy2d import RunCopies
 from ambidex.storage.copy import CopyBlock, MoveOutcome, copy_block
 from ambidex.storage.kv_pool import KVPool
 from ambidex.storage.side_stream import SideStream
@@ -102,6 +103,10 @@ class TileCopy:
         self._tiles = [
             torch.empty((heads, 1, *part.shape[3:]), dtype=part.dtype, device=device) for part in source.tensors
         ]
+        # [L · Hkv, N, …] → [L · Hkv, 1, …]
+        self._copies = [
+            RunCopies(part.flatten(0, 1), staged) for part, staged in zip(source.tensors, self._tiles, strict=True)
+        ]
         rows = (heads, spec.block_size, spec.head_dim)
         self._k, self._v = (torch.empty(rows, dtype=target.k.dtype, device=device) for _ in range(2))
 
@@ -113,9 +118,9 @@ class TileCopy:
         """
         if source is not self._source or target is not self._target:
             raise CopyError(f"blocks of tier {source.tier} are not brought to tier {target.tier} in this way")
-        for part, staged in zip(self._source.tensors, self._tiles, strict=True):
-            heads = part.flatten(0, 1)[:, source_id]  # [L · Hkv, …], a view
-            copy2d.copy_rows(heads, staged[:, 0])
+        stream = ctypes.c_void_p(torch.cuda.current_stream(target.device).cuda_stream)
+        for copies in self._copies:
+            copies.launch(stream, first=source_id, place=0, num=1)
         k, v, *scales = self._tiles
         k_scales, v_scales = scales or (None, None)
         tiles.unpack_blocks(k, v, self._k, self._v, k_scales=k_scales, v_scales=v_scales)

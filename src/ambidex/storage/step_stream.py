@@ -16,6 +16,7 @@ requests may have hundreds), then the next one holds up its thread, which must n
 Nor must the step's launch wait for them for ever: one that takes long may do so, and they are launched then.
 """
 
+import ctypes
 import queue
 import threading
 import time
@@ -23,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -32,7 +34,7 @@ from ambidex.core.errors import LaneError
 from ambidex.core.kv_spec import STEP_BUFFERS
 from ambidex.kernels import tiles
 from ambidex.kernels.cpu.native import WORD_STRIDE
-from ambidex.kernels.cuda import copy2d
+from ambidex.kernels.cuda.copy2d import RunCopies
 from ambidex.storage.side_stream import SideStream
 from ambidex.storage.tiled_pool import TiledKVPool
 from ambidex.storage.words import WAIT_LIMIT_S, StepFence, Words, naming
@@ -111,9 +113,15 @@ class StepStream:
         self._idle = threading.Event()
         self._idle.set()
         self._error: Exception | None = None
-        self._inline: Callable[[Tensor, Tensor], None] | None = None
+        self._inline: Callable[[int], None] | None = None
+        # By layer, what launches copies of its tensors; and its words.
+        self._run_copies = [
+            [RunCopies(*pair) for pair in zip(pool.layer_tensors(i), self.layer(i), strict=True)]
+            for i in range(num_layers if is_cuda and pool.num_blocks and num_blocks else 0)
+        ]
+        self._arrived, self._used = ([words_[i, :1] for i in range(num_layers)] for words_ in self._flags)
         if is_cuda and pool.num_blocks and num_blocks:
-            self._fetch(torch.zeros(1, dtype=torch.int64, device=device))  # the thread must never load a kernel
+            self._fetch(0, torch.zeros(1, dtype=torch.int64, device=device))  # the thread must never load a kernel
         threading.Thread(target=_work, args=(self._jobs,), name="ambidex-stream-lane", daemon=True).start()
         weakref.finalize(self, self._jobs.put, None)
 
@@ -189,33 +197,31 @@ class StepStream:
 
     def wait(self, layer_idx: int) -> None:
         """Launch: wait until a layer's blocks have arrived."""
-        if self._inline is None:
-            with naming(f"the stream lane, keys in DRAM, layer {layer_idx}"):
-                self._words.wait(self._flags[0, layer_idx, :1])
+        if self._inline is not None:
+            self._inline(layer_idx)
             return
-        for source, to in zip(self._pool.layer_tensors(layer_idx), self.layer(layer_idx), strict=True):
-            self._inline(source, to)
+        with naming(f"the stream lane, keys in DRAM, layer {layer_idx}"):
+            self._words.wait(self._arrived[layer_idx])
 
     def free(self, layer_idx: int) -> None:
         """Launch: what was launched so far is the last use of a layer's blocks."""
         if self._inline is None:
-            self._words.write(self._flags[1, layer_idx, :1])
+            self._words.write(self._used[layer_idx])
 
-    def _send_layers(self, layers: range, send: Callable[[Tensor, Tensor], None]) -> None:
+    def _send_layers(self, layers: range, send: Callable[[int], None]) -> None:
         """Launch the copies of some layers."""
         with self._copies.active():
             try:
                 for layer_idx in layers:
                     if layer_idx >= STEP_BUFFERS:
-                        self._words.wait(self._flags[1, layer_idx - STEP_BUFFERS, :1])
-                    for source, to in zip(self._pool.layer_tensors(layer_idx), self.layer(layer_idx), strict=True):
-                        send(source, to)
-                    self._words.write(self._flags[0, layer_idx, :1])
+                        self._words.wait(self._used[layer_idx - STEP_BUFFERS])
+                    send(layer_idx)
+                    self._words.write(self._arrived[layer_idx])
             finally:
                 if self._device.type == "cuda":
                     self._last_copies = torch.cuda.current_stream(self._device).record_event()
 
-    def _send_rest(self, first: int, send: Callable[[Tensor, Tensor], None], launched: threading.Event | None) -> None:
+    def _send_rest(self, first: int, send: Callable[[int], None], launched: threading.Event | None) -> None:
         """In the thread: launch the copies of the layers from `first` on."""
         layers = range(len(self._pool.k))
         try:
@@ -229,29 +235,33 @@ class StepStream:
         finally:
             self._idle.set()
 
-    def _find_way(self, runs: Sequence[BlockRun]) -> Callable[[Tensor, Tensor], None]:
-        """How a tensor of a layer [Hkv, N, …] comes into a buffer [Hkv, num_blocks, …]."""
+    def _find_way(self, runs: Sequence[BlockRun]) -> Callable[[int], None]:
+        """How the runs of a layer come into its buffer, in the current stream."""
         num_blocks = sum(run.num for run in runs)
         mean_bytes = self._pool.k[0, :, 0].nbytes * num_blocks / len(runs)
         if mean_bytes < LEAST_COPY_BYTES and self._pool.is_within_reach(self._device):
             ids = torch.cat([torch.arange(run.first, run.first + run.num) for run in runs])
             with self._copies.active():
                 there = ids.to(self._device)  # waits until they are there
-            return lambda source, to: tiles.fetch_blocks(_records(source), there, _records(to[:, :num_blocks]))
+            return lambda layer_idx: self._fetch(layer_idx, there)
+        return partial(self._launch_copies if self._device.type == "cuda" else self._copy, runs)
 
-        def copy(source: Tensor, to: Tensor) -> None:
+    def _launch_copies(self, runs: Sequence[BlockRun], layer_idx: int) -> None:
+        """On a GPU, by its copy engine."""
+        stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
+        for copies in self._run_copies[layer_idx]:
             for run in runs:
-                part, target = source[:, run.first : run.first + run.num], to[:, run.place : run.place + run.num]
-                if self._device.type == "cuda":
-                    copy2d.copy_rows(part, target)
-                else:
-                    target.copy_(part)
+                copies.launch(stream, first=run.first, place=run.place, num=run.num)
 
-        return copy
+    def _copy(self, runs: Sequence[BlockRun], layer_idx: int) -> None:
+        """Without one, at once."""
+        for source, to in zip(self._pool.layer_tensors(layer_idx), self.layer(layer_idx), strict=True):
+            for run in runs:
+                to[:, run.place : run.place + run.num] = source[:, run.first : run.first + run.num]
 
-    def _fetch(self, ids: Tensor) -> None:
-        """Fetch some blocks of the first layer."""
-        for source, to in zip(self._pool.layer_tensors(0), self.layer(0), strict=True):
+    def _fetch(self, layer_idx: int, ids: Tensor) -> None:
+        """By threads of the GPU: blocks [n], in their order."""
+        for source, to in zip(self._pool.layer_tensors(layer_idx), self.layer(layer_idx), strict=True):
             tiles.fetch_blocks(_records(source), ids, _records(to[:, : len(ids)]))
 
     def _await_copies(self) -> None:
@@ -269,7 +279,7 @@ def _records(part: Tensor) -> Tensor:
     return part.reshape(*part.shape[:3], -1)
 
 
-def _copy_nothing(_source: Tensor, _to: Tensor) -> None:
+def _copy_nothing(_layer_idx: int) -> None:
     """The way of no blocks."""
 
 

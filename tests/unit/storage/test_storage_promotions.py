@@ -1,5 +1,7 @@
 """Copies of blocks beside a step: what arrives, and what fails."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,24 +18,24 @@ from ambidex.storage.promotions import Promotions, TileCopy
 from ambidex.storage.tiled_pool import TiledKVPool
 from unit_specs import make_spec
 
-NUM_BLOCKS, SIZE = 6, 32
+NUM_BLOCKS, SIZE, HEAD_DIM = 6, 32, 48
 
 
 def make_pools(device: str, dram_dtype: str, near: DType) -> dict[Tier, KVPool]:
     """Every block of DRAM holds other numbers."""
-    spec, kinds = make_spec(num_layers=3, num_q_heads=4, num_kv_heads=2, head_dim=48), parse_kv_dtypes(dram_dtype)
+    spec = replace(make_spec(windows=(None,) * 3, num_q_heads=4, num_kv_heads=2), head_dim=HEAD_DIM)
+    kinds = parse_kv_dtypes(dram_dtype)
     assert kinds is not None
     dram = TiledKVPool(
-        KVSpec.of(spec, dtype=kinds.k, v_dtype=kinds.v, block_size=SIZE, order=KVOrder.TILES), Tier.DRAM, NUM_BLOCKS,
+        KVSpec.of(spec, dtype=kinds, block_size=SIZE, order=KVOrder.TILES), Tier.DRAM, NUM_BLOCKS,
         native=AttentionPool(ThreadPool(1)), pinned=device == "cuda",
     )  # fmt: skip
     gpu = RowKVPool(
-        KVSpec.of(spec, dtype=near, block_size=SIZE, order=KVOrder.ROWS), Tier.GPU, NUM_BLOCKS,
-        device=torch.device(device), pinned=False,
-    )  # fmt: skip
+        KVSpec.of(spec, dtype=near, block_size=SIZE), Tier.GPU, NUM_BLOCKS, device=torch.device(device), pinned=False
+    )
     generator = torch.Generator().manual_seed(1)
     for block_id in range(NUM_BLOCKS):
-        rows = torch.randn(2, 3, 2, SIZE, 48, generator=generator)
+        rows = torch.randn(2, 3, 2, SIZE, HEAD_DIM, generator=generator)
         dram.write_block(block_id, rows[0], rows[1])
     for part in gpu.tensors:
         part.fill_(torch.nan)

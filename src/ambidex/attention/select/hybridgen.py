@@ -81,7 +81,7 @@ class HybridGen(Policy):
         if Need.TIMES in self.needs:
             return _Steered(
                 self._percent,
-                request.num_prompt_tokens,
+                request,
                 num_kv_heads=self.spec.num_kv_heads,
                 num_selected=num_selected,
                 num_near=self._num_near,
@@ -91,7 +91,7 @@ class HybridGen(Policy):
             return _AfterScores(self.spec.num_kv_heads, num_selected=num_selected, num_near=self._num_near)
         return _BeforeScores(
             self._percent,
-            request.num_prompt_tokens,
+            request,
             num_kv_heads=self.spec.num_kv_heads,
             num_selected=num_selected,
             num_near=self._num_near,
@@ -150,8 +150,10 @@ class _BeforeScores(Predicting):
     def num_selected(self) -> int:
         return self._num_selected
 
-    def __init__(self, percent: int, num_prompt: int, *, num_kv_heads: int, num_selected: int, num_near: int) -> None:
-        super().__init__(percent, num_prompt)
+    def __init__(
+        self, percent: int, request: PolicyRequest, *, num_kv_heads: int, num_selected: int, num_near: int
+    ) -> None:
+        super().__init__(percent, request)
         self._num_kv_heads = num_kv_heads
         self._num_selected = num_selected
         self._num_near = num_near
@@ -201,9 +203,16 @@ class _Steered(_BeforeScores):
         return self._steering.num_selected or self._num_selected
 
     def __init__(
-        self, percent: int, num_prompt: int, *, num_kv_heads: int, num_selected: int, num_near: int, steering: _Steering
+        self,
+        percent: int,
+        request: PolicyRequest,
+        *,
+        num_kv_heads: int,
+        num_selected: int,
+        num_near: int,
+        steering: _Steering,
     ) -> None:
-        super().__init__(percent, num_prompt, num_kv_heads=num_kv_heads, num_selected=num_selected, num_near=num_near)
+        super().__init__(percent, request, num_kv_heads=num_kv_heads, num_selected=num_selected, num_near=num_near)
         self._steering = steering
 
     def select(self, row: DecodeRow) -> Selection:

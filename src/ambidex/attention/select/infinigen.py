@@ -23,13 +23,13 @@ from ambidex.attention.select.policy import (
     Policy,
     PolicyRequest,
     PromptRows,
-    Rows,
     Selection,
     Selector,
     max_groups,
     pad_keys,
     top_mask,
 )
+from ambidex.core.kv_spec import PREDICTOR_QUERIES
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.policy import PolicySettings
 
@@ -56,7 +56,7 @@ class InfiniGen(Policy):
         cap = self._budget.of(request.num_prompt_tokens)
         return _Speculated(
             self._percent,
-            request.num_prompt_tokens,
+            request,
             num_kv_heads=self.spec.num_kv_heads,
             alpha=self._alpha,
             cap=cap,
@@ -64,48 +64,48 @@ class InfiniGen(Policy):
 
 
 class Predicting(Selector):
-    """Gathers a prompt's queries and keys, and makes partial keys of them at the first decode step."""
+    """Makes partial keys of a prompt when it sees the last of it; until then it gathers queries, every so many-th, so
+    that of no prompt there are more than `PREDICTOR_QUERIES`. Which these are does not depend on how it is cut."""
 
-    def __init__(self, percent: int, num_prompt: int) -> None:
+    def __init__(self, percent: int, request: PolicyRequest) -> None:
         self._percent = percent
-        self._num_prompt = num_prompt
+        self._request = request
+        self._every = -(-request.num_prompt_tokens // PREDICTOR_QUERIES)
+        self._num_seen = 0
         self._queries: list[Tensor] = []
-        self._keys: Rows | None = None
         self._partial: PartialKeys | None = None
 
     def add_rows(self, k: Tensor, v: Tensor) -> None:
         del v
-        if self._partial is not None:
+        if self._partial is not None:  # else they are the prompt's, which it is shown with the queries
             self._partial = self._partial.append(k)
-        else:
-            self._keys = Rows.of(k) if self._keys is None else self._keys.append(k)
 
     def first_missing(self, num_keys: int) -> int:
         del num_keys
-        if self._partial is not None:
-            return self._partial.num_keys
-        return 0 if self._keys is None else self._keys.values.shape[1]
+        assert self._partial is not None, "the prompt comes before the answer"
+        return self._partial.num_keys
 
     def see_prompt(self, rows: PromptRows) -> None:
-        self._queries = [*self._queries, rows.q]
+        first = -self._num_seen % self._every
+        self._num_seen += len(rows.q)
+        self._queries = [*self._queries, rows.q[first :: self._every].clone()]  # a view would keep all of them
+        if rows.k.shape[1] == self._request.num_prompt_tokens:
+            self._partial = PartialKeys.of(
+                torch.cat(self._queries), rows.k, percent=self._percent, capacity=self._request.max_tokens
+            )
+            self._queries = []
 
     def predict(self, row: DecodeRow) -> Tensor:
         """Predicted scores of a query head's keys, the query's own left out: [Hq, S − 1]."""
         assert row.stale_q is not None, "a layer before this one has been attended"
-        if self._partial is None:
-            assert self._keys is not None, "the prompt comes before the answer"
-            queries = torch.cat(self._queries)
-            self._partial = PartialKeys.of(
-                queries, self._keys.values, num_prompt=self._num_prompt, percent=self._percent
-            )  # fmt: skip
-            self._queries, self._keys = [], None
+        assert self._partial is not None, "the prompt comes before the answer"
         row.note_bytes(self._partial.num_bytes)
         return self._partial.scores(row.stale_q, row.scale)[:, :-1]
 
 
 class _Speculated(Predicting):
-    def __init__(self, percent: int, num_prompt: int, *, num_kv_heads: int, alpha: float, cap: int) -> None:
-        super().__init__(percent, num_prompt)
+    def __init__(self, percent: int, request: PolicyRequest, *, num_kv_heads: int, alpha: float, cap: int) -> None:
+        super().__init__(percent, request)
         self._num_kv_heads = num_kv_heads
         self._alpha = alpha
         self._cap = cap

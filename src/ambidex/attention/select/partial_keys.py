@@ -6,13 +6,15 @@ tell most. The columns with the largest Σ|q̃| + Σ|k̃| over the prompt are ke
 
 Differences from the authors' code: A is made from each request's own prompt, not offline from one sample, after rotary
 positions for all models (theirs fuses A into the weights where it can); columns by the sum over queries and keys as in
-the paper (their speed code looks at queries alone); with shared KV heads, the queries of a group together.
+the paper (their speed code looks at queries alone); of a long prompt's queries, some, evenly spread (`infinigen.py`),
+since all of them would take more memory than K; with shared KV heads, the queries of a group together.
 """
 
 import torch
 from torch import Tensor
 
 from ambidex.attention.select.policy import Rows, group_scores
+from ambidex.core.kv_spec import num_partial_columns
 
 
 class PartialKeys:
@@ -26,17 +28,17 @@ class PartialKeys:
         self._rows = rows
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, *, num_prompt: int, percent: int) -> "PartialKeys":
-        """From the queries [n, Hq, D] of a prompt and the keys [Hkv, S, D], the first `num_prompt` of them its own."""
+    def of(cls, q: Tensor, k: Tensor, *, percent: int, capacity: int = 0) -> "PartialKeys":
+        """From queries [n, Hq, D] of a prompt and its keys [Hkv, S, D], with room for `capacity` keys in all."""
         num_kv_heads, _, head_dim = k.shape
         grouped = q.view(len(q), num_kv_heads, -1, head_dim).permute(1, 0, 2, 3).reshape(num_kv_heads, -1, head_dim)
         # The right singular vectors of a matrix are the eigenvectors of its Gram matrix, which is small.
         gram = grouped.double().transpose(1, 2) @ grouped.double()
         turn = torch.linalg.eigh(gram).eigenvectors.float()  # [Hkv, D, D]
-        sizes = (grouped @ turn).abs().sum(1) + (k[:, :num_prompt] @ turn).abs().sum(1)  # [Hkv, D]
-        columns = sizes.topk(max(1, head_dim * percent // 100), dim=1).indices  # [Hkv, d]
+        sizes = (grouped @ turn).abs().sum(1) + (k @ turn).abs().sum(1)  # [Hkv, D]
+        columns = sizes.topk(num_partial_columns(head_dim, percent), dim=1).indices  # [Hkv, d]
         kept = turn.gather(2, columns[:, None].expand(-1, head_dim, -1))
-        return cls(kept, Rows.of(k @ kept))
+        return cls(kept, Rows.of(k @ kept, capacity=capacity))
 
     @property
     def num_keys(self) -> int:

@@ -48,10 +48,12 @@ class Positions(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRequest:
-    """What a policy knows of a request: `max_output_tokens` None is no limit."""
+    """What a policy knows of a request: `max_output_tokens` None is no limit; `max_tokens` are those of prompt and
+    answer together, at most, 0 if that is not known."""
 
     num_prompt_tokens: int
     max_output_tokens: int | None
+    max_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,9 +244,14 @@ class Rows:
         self._length = length
 
     @classmethod
-    def of(cls, rows: Tensor) -> "Rows":
-        """Rows to begin with."""
-        return cls(rows.contiguous(), rows.shape[1])
+    def of(cls, rows: Tensor, *, capacity: int = 0) -> "Rows":
+        """Rows to begin with, and room for so many in all."""
+        length = rows.shape[1]
+        if capacity <= length:
+            return cls(rows.contiguous(), length)
+        buffer = torch.empty((rows.shape[0], capacity, *rows.shape[2:]), dtype=rows.dtype, device=rows.device)
+        buffer[:, :length] = rows
+        return cls(buffer, length)
 
     @property
     def values(self) -> Tensor:

@@ -160,7 +160,7 @@ def build_engine(
         max_tokens_per_step=config.max_tokens_per_step,
         max_running_requests=choices.most_running(config),
         max_context_len=choices.memory.max_context_len,
-        max_kept_rows=choices.memory.max_kept_rows,
+        max_kept_rows=choices.memory.max_kept_tokens,
         seed=config.seed,
         feedback=make_feedback(choices, tell),
         hot=make_hot(hot, kv_manager, choices.kv.specs, tell),

@@ -1,4 +1,4 @@
-"""Copies of rows with a gap between them, from pinned host memory to the GPU, by the copy engine in one call.
+"""Copies of rows with gaps between them, from pinned host memory to the GPU, by the copy engine in one call.
 
 torch copies what is contiguous on both sides; rows with gaps it would gather in pageable memory first. The driver's
 two-dimensional copy takes them as they are. Source: CUDA Driver API, cuMemcpy2DAsync.
@@ -7,7 +7,6 @@ two-dimensional copy takes them as they are. Source: CUDA Driver API, cuMemcpy2D
 import ctypes
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from ambidex.core.errors import CopyError, ShapeError
@@ -33,40 +32,59 @@ class _Copy2D(ctypes.Structure):
     ]  # fmt: skip
 
 
-def copy_rows(source: Tensor, to: Tensor) -> None:
-    """Launch on the current stream: bring rows to the GPU as they are.
+class RunCopies:
+    """Copies of runs, indices of the second axis one behind the other, from one tensor to another. What is the same for
+    all of them is worked out once: a step launches dozens.
 
     Args:
-        source: [H, ...] in pinned host memory, each source[h] contiguous; to: the same shape and dtype on the GPU.
+        source: [H, N, …] in pinned host memory, each source[h] contiguous.
+        to: [H, M, …] on the GPU, likewise, of the same dtype.
     Raises:
-        ShapeError: shapes or dtypes differ, or a row is not contiguous.
-        CopyError: the driver refuses.
+        ShapeError: they differ in more than N and M, or one is not contiguous.
     """
-    if (
-        source.shape != to.shape
-        or source.dtype != to.dtype
-        or not source[0].is_contiguous()
-        or not to[0].is_contiguous()
-    ):
-        raise ShapeError(
-            f"copy_rows: expected rows of one shape and dtype, got {source.dtype} {tuple(source.shape)} and {to.dtype} "
-            f"{tuple(to.shape)}"
-        )
-    size, width = source.element_size(), source[0].nbytes
-    pitches = source.stride(0) * size, to.stride(0) * size
-    if max(pitches) > _LARGEST_PITCH:
-        for row, target in zip(source, to, strict=True):
-            _copy(row.data_ptr(), width, target.data_ptr(), width, width, 1)
-    else:
-        _copy(source.data_ptr(), pitches[0], to.data_ptr(), pitches[1], width, len(source))
 
+    def __init__(self, source: Tensor, to: Tensor) -> None:
+        if (
+            (source.shape[0], source.shape[2:], source.dtype) != (to.shape[0], to.shape[2:], to.dtype)
+            or not source[0].is_contiguous()
+            or not to[0].is_contiguous()
+        ):
+            raise ShapeError(
+                f"copies of runs: expected contiguous tensors that differ in their second axis, got {source.dtype} "
+                f"{tuple(source.shape)} and {to.dtype} {tuple(to.shape)}"
+            )
+        size = source.element_size()
+        self._source, self._to = source.data_ptr(), to.data_ptr()
+        self._pitches = source.stride(0) * size, to.stride(0) * size
+        self._item_bytes = source.stride(1) * size
+        self._height = len(source)
+        self._kept = source, to  # the addresses are theirs
+        self._copy = _Copy2D(src_type=_HOST, dst_type=_DEVICE)
+        self._copy_ref = ctypes.byref(self._copy)
 
-def _copy(source: int, source_pitch: int, to: int, to_pitch: int, width: int, height: int) -> None:
-    copy = _Copy2D(
-        src_type=_HOST, src_host=source, src_pitch=source_pitch, dst_type=_DEVICE, dst_device=to, dst_pitch=to_pitch,
-        width=width, height=height,
-    )  # fmt: skip
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    error = driver().cuMemcpy2DAsync_v2(ctypes.byref(copy), stream)
-    if error != 0:
-        raise CopyError(f"cuMemcpy2DAsync of {height} rows of {width} bytes failed with CUDA driver error {error}")
+    def launch(self, stream: ctypes.c_void_p, *, first: int, place: int, num: int) -> None:
+        """Bring source[:, first : first + num] to to[:, place : place + num]; within both, which nobody checks.
+
+        Args:
+            stream: the CUDA stream's handle.
+        Raises:
+            CopyError: the driver refuses.
+        """
+        source, to = self._source + first * self._item_bytes, self._to + place * self._item_bytes
+        width = num * self._item_bytes
+        if max(self._pitches) <= _LARGEST_PITCH:
+            self._send(stream, source, to, width, self._pitches, self._height)
+            return
+        for row in range(self._height):
+            places = source + row * self._pitches[0], to + row * self._pitches[1]
+            self._send(stream, *places, width, (width, width), 1)
+
+    def _send(
+        self, stream: ctypes.c_void_p, source: int, to: int, width: int, pitches: tuple[int, int], height: int
+    ) -> None:
+        copy = self._copy
+        copy.src_host, copy.src_pitch, copy.dst_device, copy.dst_pitch = source, pitches[0], to, pitches[1]
+        copy.width, copy.height = width, height
+        error = driver().cuMemcpy2DAsync_v2(self._copy_ref, stream)
+        if error != 0:
+            raise CopyError(f"cuMemcpy2DAsync of {height} rows of {width} bytes failed with CUDA driver error {error}")
