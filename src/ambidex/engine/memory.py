@@ -55,15 +55,15 @@ class FixedBytes:
     streamed: int
     near_rows: int = 0
     """What a policy keeps there of K and V beside the blocks."""
-    predictor: int = 0
-    """What its predictor keeps there, but for what it keeps of each token."""
     hot: int = 0
     """Buffers through which copies of hot blocks come."""
+    predictor: int = 0
+    """What its predictor keeps there, but for what it keeps of each token."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.workspace + self.graphs + self.streamed + self.near_rows + self.predictor + self.hot
+        return self.workspace + self.graphs + self.streamed + self.near_rows + self.hot + self.predictor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +101,8 @@ def fixed_bytes(
     graph_buckets: Sequence[int] = (),
     stream: StreamBuffers | None = None,
     rows: KeptRows | None = None,
-    predictor: PredictorState | None = None,
     hot: int = 0,
+    predictor: PredictorState | None = None,
 ) -> FixedBytes:
     """What the accelerator's budget pays before weights and KV.
 
@@ -111,8 +111,8 @@ def fixed_bytes(
         graph_buckets: rows of the decode steps that are captured as graphs; empty: none are.
         stream: buffers of the stream lane; None: there is none.
         rows: what a policy keeps of K and V beside the blocks; None: nothing.
-        predictor: what its predictor keeps; None: it has none.
         hot: bytes of the buffers for copies of hot blocks.
+        predictor: what its predictor keeps; None: it has none.
     """
     most_rows, max_context_len = most_requests(config), _wanted_context_len(config, spec)
     workspace = workspace_bytes(
@@ -127,8 +127,8 @@ def fixed_bytes(
         graphs=graph_bytes(spec, graph_buckets, num_bytes=activations.num_bytes),
         streamed=stream.num_bytes if stream is not None else 0,
         near_rows=rows.gpu_bytes(most_rows, max_context_len) if rows is not None else 0,
-        predictor=predictor.fixed_bytes(most_rows, max_context_len) if predictor is not None else 0,
         hot=hot,
+        predictor=predictor.fixed_bytes(most_rows, max_context_len) if predictor is not None else 0,
     )
 
 
@@ -190,8 +190,8 @@ def plan_memory(
     if gpu_blocks < 0 or gpu_budget < taken:
         ring = f", weights on their way {format_size(weights.ring)}" if weights.ring else ""
         near = f", near rows of `policy` {config.policy} {format_size(fixed.near_rows)}" if fixed.near_rows else ""
-        near += f", its predictor {format_size(fixed.predictor)}" if fixed.predictor else ""
         near += f", buffers for hot blocks {format_size(fixed.hot)}" if fixed.hot else ""
+        near += f", its predictor {format_size(fixed.predictor)}" if fixed.predictor else ""
         raise ConfigError(
             f"`gpu_memory` {format_size(gpu_budget)} is too small: weights take {format_size(weights.on_gpu)}{ring}, "
             f"workspace {format_size(fixed.workspace)}, stream buffers {format_size(fixed.streamed)}, CUDA graphs "
@@ -238,8 +238,8 @@ def plan_memory(
         ("graphs", fixed.graphs),
         ("stream", fixed.streamed),
         ("near rows", fixed.near_rows),
-        ("predictor", fixed.predictor + predicted_bytes),
         ("hot blocks", fixed.hot),
+        ("predictor", fixed.predictor + predicted_bytes),
     ):
         if num_bytes:
             ledger.take(Tier.GPU, owner, num_bytes)

@@ -42,7 +42,7 @@ def next_hot(state: HotState, look: HotLook) -> HotState:
     most, num_slow = _limit(state, look)
     wanted = _choose(scores, state.wanted, min(most, look.room))
     num_changed = len(set(wanted) ^ set(state.wanted))
-    is_calm = bool(wanted) and 8 * num_changed <= len(wanted)
+    is_calm = bool(wanted) and 8 * num_changed <= len(wanted) and _is_well_chosen(state.wanted, look.kept)
     interval = min(2 * state.interval, MOST_INTERVAL) if is_calm else max(state.interval // 2, LEAST_INTERVAL)
     return HotState(scores=scores, wanted=wanted, most=most, num_slow=num_slow, interval=interval)
 
@@ -58,6 +58,13 @@ def _count(scores: Sequence[BlockScore], kept: Sequence[tuple[BlockRef, int]]) -
         if score := score * 3 // 4 + num:
             counted.append(BlockScore(block=block, score=score, num_looks=min(num_looks + (num > 0), LOOKS)))
     return tuple(counted)
+
+
+def _is_well_chosen(wanted: Sequence[BlockRef], kept: Sequence[tuple[BlockRef, int]]) -> bool:
+    """Of keys that a look saw kept, the blocks held nine tenths of what as many of its hottest ones did."""
+    num_of = dict(kept)
+    best = sum(sorted(num_of.values(), reverse=True)[: len(wanted)])
+    return 10 * sum(num_of.get(block, 0) for block in wanted) >= 9 * best
 
 
 def _limit(state: HotState, look: HotLook) -> tuple[int, int]:

@@ -103,6 +103,7 @@ class TileCopy:
         self._tiles = [
             torch.empty((heads, 1, *part.shape[3:]), dtype=part.dtype, device=device) for part in source.tensors
         ]
+        # [L · Hkv, N, …] → [L · Hkv, 1, …]
         self._copies = [
             RunCopies(part.flatten(0, 1), staged) for part, staged in zip(source.tensors, self._tiles, strict=True)
         ]
@@ -117,7 +118,7 @@ class TileCopy:
         """
         if source is not self._source or target is not self._target:
             raise CopyError(f"blocks of tier {source.tier} are not brought to tier {target.tier} in this way")
-        stream = ctypes.c_void_p(torch.cuda.current_stream(self._target.device).cuda_stream)
+        stream = ctypes.c_void_p(torch.cuda.current_stream(target.device).cuda_stream)
         for copies in self._copies:
             copies.launch(stream, first=source_id, place=0, num=1)
         k, v, *scales = self._tiles
