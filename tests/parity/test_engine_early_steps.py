@@ -8,7 +8,7 @@ import pytest
 from ambidex import EngineConfig, SamplingParams
 from ambidex.core.config import DeviceKind, DTypeChoice
 from ambidex.core.ids import Lane
-from ambidex.core.policy import PolicyName
+from ambidex.core.policy import HybridGenFeedback, PolicyName
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.runner.decode import DecodeForm
@@ -91,3 +91,43 @@ def test_tokens_of_fixed_steps_equal_those_of_steps_launched_op_by_op(
         assert engine.stats.lane_bytes[lane] == ordinary.stats.lane_bytes[lane], lane
     if form is DecodeForm.CAPTURED:
         assert engine.stats.num_replayed_steps > engine.stats.num_steps / 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"hybridgen_mode": "pre"}, "in mode pre the accelerator scores what it has selected itself"),
+        ({"dram_memory": 0}, "no rows are kept in host memory: `dram_memory` is 0"),
+        ({"block_size": 4}, "keys in DRAM are not in tile order"),
+        ({"kv_gpu_tokens": 0}, "no K and V lie on the accelerator"),
+    ],
+)
+def test_report_says_why_steps_are_launched_op_by_op(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
+    engine = make_engine(make_engine_folder(tmp_path), DeviceKind.CPU, DecodeForm.FIXED, **settings)
+    assert engine.report.value("compute", "decode") == "ordinary"
+    assert engine.report.why("compute", "decode") == f"steps of policy hybridgen are launched op by op: {reason}"
+
+
+def test_report_says_that_steps_have_a_fixed_form(tmp_path: Path) -> None:
+    engine = make_engine(make_engine_folder(tmp_path), DeviceKind.CPU, DecodeForm.FIXED, **SPLITS["split"])
+    assert engine.report.value("compute", "decode") == "fixed"
+    assert "made a layer ahead" in engine.report.why("compute", "policy")
+    assert steps_of(engine).dram_threads is not None
+
+
+@pytest.mark.parametrize(("device", "form"), FORMS)
+def test_feedback_is_told_the_times_of_fixed_steps(
+    device: DeviceKind, form: DecodeForm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"hybridgen_feedback": HybridGenFeedback.FULL, "min_selected_tokens": 4, **SPLITS["split"]}
+    engine = make_engine(make_engine_folder(tmp_path), device, form, **settings)
+    counted = Counted(engine, monkeypatch)
+    feedback = engine.core.scheduler.feedback
+    assert feedback is not None
+    before = feedback.setting
+    params = [SamplingParams(max_output_tokens=num, temperature=0.0, ignore_eos=True) for num in NUM_OUTPUTS]
+    assert [len(answer) for answer in run(engine, params)] == list(NUM_OUTPUTS)
+    assert counted.num > 5
+    assert feedback.setting != before
+    times = feedback.setting.times
+    assert times is None or (times.gpu_s > 0 and min(times.cpu_s, times.transfer_s) >= 0)

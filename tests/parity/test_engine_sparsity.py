@@ -87,7 +87,7 @@ def test_the_report_says_what_is_left_out_and_what_was_measured(tmp_path: Path) 
     assert off.value("compute", "mlp_sparsity") == "off"
     divided = make_engine(folder, DIVIDED, device=DeviceKind.CPU, mlp_sparsity="relu").report
     assert divided.value("compute", "mlp_sparsity").startswith("relu, exact; the CPU reads columns of active neurons")
-    assert "10 % active assumed, no profile; measured: dense above" in divided.why("compute", "mlp_sparsity")
+    assert "10 % active assumed, no profile; measured at start (" in divided.why("compute", "mlp_sparsity")
     profile = str(profile_of(folder))
     whole = make_engine(folder, None, device=DeviceKind.CPU, mlp_sparsity="relu", neuron_profile=profile).report
     assert "nothing is skipped" in whole.value("compute", "mlp_sparsity")

@@ -15,14 +15,24 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ambidex.calibrate import cpu, gpu, nodes
+from ambidex.calibrate import cpu, crossovers, gpu, nodes
 from ambidex.calibrate.launches import measure_launches
 from ambidex.calibrate.memory_rate import gpu_read_rate, probe_bytes
 from ambidex.core.dtypes import GPU_WEIGHT_KINDS
 from ambidex.core.errors import MachineError
 from ambidex.core.units import GIB, MIB, format_size
 from ambidex.hw.presets import REQUEST_S, STEP_S
-from ambidex.hw.profile import CpuRates, Curve, GpuRates, HardwareProfile, LinkRates, Machine, NodeRates, Products
+from ambidex.hw.profile import (
+    CpuRates,
+    Curve,
+    GpuRates,
+    HardwareProfile,
+    LinkRates,
+    Machine,
+    NeuronRates,
+    NodeRates,
+    Products,
+)
 from ambidex.hw.profile_file import VERSION, profile_json, write_json
 from ambidex.hw.topology import Topology, read_topology
 from ambidex.kernels.cpu.native import ThreadPool
@@ -68,7 +78,7 @@ def calibrate(
     Raises:
         ConfigError: the profile cannot be written.
         MachineError: there is too little free memory, or no compiled module.
-    Cost: half a minute on two cores; takes the buffer's bytes, and on a GPU some 3 GiB.
+    Cost: a minute or more on two cores; takes the buffer's bytes, and on a GPU some 3 GiB.
     """
     partial = path.with_name(f"{path.name}.partial")
     done = {} if anew else read_partial(partial, machine)
@@ -101,7 +111,8 @@ def measured_nodes(topology: Topology) -> tuple[int, ...]:
 def part_names(*, has_gpu: bool, node_ids: Sequence[int] = ()) -> tuple[str, ...]:
     """All parts, in their order."""
     names = ["DRAM read", *(f"CPU products {kind}" for kind in cpu.PRODUCT_FORMATS)]
-    names += [*(f"CPU attention {kind}" for kind in cpu.ATTENTION_FORMATS), "CPU small calls"]
+    names += [*(f"CPU attention {kind}" for kind in cpu.ATTENTION_FORMATS), "CPU small calls", "CPU tiles"]
+    names += [f"CPU neurons {kind}" for kind in crossovers.NEURON_FORMATS]
     if has_gpu:
         names += ["GPU", "GPU memory read", *(f"GPU products {kind}" for kind in GPU_PRODUCT_FORMATS), "GPU attention",
                   "GPU small kernels", "launches", "copies", "DRAM beside copies", "handover"]  # fmt: skip
@@ -121,6 +132,11 @@ def make_profile(
         layer_s=parts["CPU small calls"],
         step_s=STEP_S,
         request_s=REQUEST_S,
+        tiles_from=parts["CPU tiles"],
+        neurons={
+            kind: NeuronRates(**{name: _curve(points) for name, points in parts[f"CPU neurons {kind}"].items()})
+            for kind in crossovers.NEURON_FORMATS
+        },
     )
     card, link = None, None
     if "GPU" in parts:
@@ -209,6 +225,12 @@ _BY_FORMAT: Final[Mapping[str, Callable[[Bench, str], Any]]] = {
     "CPU products ": lambda bench, kind: cpu.measure_products(
         bench.threads, kind, bench.buffer, is_lane=bench.device is not None
     ),
+    "CPU neurons ": lambda bench, kind: crossovers.measure_neurons(
+        bench.threads,
+        kind,
+        bench.buffer,
+        num_torch_threads=1 if bench.device is None else bench.threads.num_threads,
+    ),
     "CPU attention ": lambda bench, kind: cpu.measure_attention(bench.threads, kind, bench.buffer),
     "GPU products ": lambda bench, kind: gpu.measure_products(_device(bench), kind),
     "NUMA node ": lambda bench, node_id: nodes.measure_node(
@@ -218,6 +240,7 @@ _BY_FORMAT: Final[Mapping[str, Callable[[Bench, str], Any]]] = {
 _OTHERS: Final[Mapping[str, Callable[[Bench], Any]]] = {
     "DRAM read": lambda bench: cpu.measure_reads(bench.threads.num_threads, bench.buffer),
     "CPU small calls": lambda bench: cpu.measure_layer(bench.threads),
+    "CPU tiles": lambda bench: crossovers.measure_tiles(bench.threads, bench.buffer),
     "GPU": _describe_gpu,
     "GPU memory read": lambda bench: gpu_read_rate(_device(bench)).median,
     "GPU attention": lambda bench: gpu.measure_attention(_device(bench), "bf16"),

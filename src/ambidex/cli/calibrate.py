@@ -153,6 +153,10 @@ def calibrate(
 
 def show(name: str, value: Any) -> str:
     """A part's value for people."""
+    if name == "CPU tiles":
+        return _show_tiles(value)
+    if name.startswith("CPU neurons "):
+        return _show_neurons(value)
     if isinstance(value, dict):
         return str(value["name"]) if "name" in value else _show_node(value)
     if name in ("CPU small calls", "GPU small kernels", "launches", "handover"):
@@ -163,6 +167,28 @@ def show(name: str, value: Any) -> str:
         return _gb(value)
     unit = "threads" if name == "DRAM read" else "tokens"
     return ", ".join(f"{num}: {rate / 1e9:.1f}" for num, rate in value) + f" GB/s by {unit}"
+
+
+def _show_tiles(tokens: dict[str, int | None]) -> str:
+    """From where on tiles are faster than vectors."""
+    if not tokens:
+        return "the processor has none"
+    return ", ".join(f"{kind} {'never' if num is None else f'from {num} tokens'}" for kind, num in tokens.items())
+
+
+def _show_neurons(seconds: dict[str, list[tuple[int, float]]]) -> str:
+    """Up to which share of active neurons it pays to leave out the others."""
+    from ambidex.hw.profile import Curve, NeuronRates
+    from ambidex.mlp.sparse_rates import costs_of, screen_costs_of  # brings in torch
+
+    rates = NeuronRates(**{name: Curve(tuple((int(num), float(s)) for num, s in points))
+                           for name, points in seconds.items()})  # fmt: skip
+    screens = screen_costs_of(rates, row_bytes=1)
+    shares = ", ".join(
+        f"{100 * share:.0f} % at {num}" for num, share in costs_of(rates, row_bytes=1).crossovers().items()
+    )
+    screened = ", ".join(f"{100 * screens.most_candidates(num):.0f} % at {num}" for num in screens.plain)
+    return f"dense above {shares} tokens; a screen pays below {screened} tokens"
 
 
 def _show_node(rates: dict[str, Any]) -> str:

@@ -130,6 +130,8 @@ def neuron_rows(stats: "EngineStats") -> list[tuple[str, str]]:
     ]
     if figures.num_screened:
         rows.append(("rows that a screen let through", f"{100 * figures.candidate_share:.1f} %"))
+    if figures.num_checked:
+        rows.append(("active neurons that the predictor found", f"{100 * figures.recall:.1f} %, where it was checked"))
     if (cache := figures.cache) is not None:
         rows += [
             ("active neurons on the accelerator", f"{100 * cache.hit_rate:.1f} %"),

@@ -157,6 +157,11 @@ class EngineConfig:
         None, SettingKind.TEXT,
         "file of `ambidex calibrate neurons`; default: the one that it wrote for this model into the user's cache",
     )  # fmt: skip
+    mlp_predictor: str | None = setting(
+        None, SettingKind.TEXT,
+        "GGUF or safetensors file of trained predictors (blk.N.fc1.weight, blk.N.fc2.weight), which say which neurons "
+        "the CPU computes with mlp-sparsity relu: changes answers",
+    )  # fmt: skip
     neuron_cache: NeuronCache = setting(
         NeuronCache.OFF, SettingKind.CHOICE,
         "which neurons of a divided MLP lie on the accelerator, where mlp-sparsity skips the others; off: the first "

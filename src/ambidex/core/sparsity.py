@@ -70,8 +70,9 @@ class NeuronFigures:
 
     A neuron counts once a token in `num_neurons` and `num_active`, once a step in `num_rows` and `num_rows_read`, which
     are those that some token needed, or all where the dense form was the faster one. `num_screened` are rows whose
-    8-bit copy was read, once a step, and `num_candidates` those that it could not rule out. `cache` None: nothing is
-    counted.
+    8-bit copy was read, once a step, and `num_candidates` those that it could not rule out. `num_checked` neurons were
+    active in steps where a trained predictor was checked, and it had found `num_found` of them. `cache` None: nothing
+    is counted.
     """
 
     num_neurons: int
@@ -80,6 +81,8 @@ class NeuronFigures:
     num_rows_read: int
     num_screened: int = 0
     num_candidates: int = 0
+    num_checked: int = 0
+    num_found: int = 0
     cache: CacheFigures | None = None
 
     @property
@@ -96,6 +99,11 @@ class NeuronFigures:
     def candidate_share(self) -> float:
         """Of the screened rows."""
         return self.num_candidates / max(1, self.num_screened)
+
+    @property
+    def recall(self) -> float:
+        """Of active neurons, found by the predictor; 1 before anything was checked."""
+        return self.num_found / self.num_checked if self.num_checked else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,10 +15,12 @@ def policy_rows(
     max_kept_rows: int | None,
     rows_why: str,
     max_predicted: int | None = None,
+    is_fixed: bool = False,
 ) -> Iterator[ReportRow]:
     """Which keys decode steps attend, and what that costs.
 
     Args:
+        is_fixed: decode steps have a fixed form.
         max_kept_rows: tokens of which the policy can keep rows beside the blocks; None: it keeps none; and why.
         max_predicted: tokens of which its predictor can keep what it keeps; None: it has none.
     """
@@ -30,6 +32,8 @@ def policy_rows(
         why = f"decode steps attend all keys, those in DRAM {lane}; weights in DRAM travel in every step"
     elif settings.is_exact:
         why = "decode steps attend all keys"
+    elif settings.name is PolicyName.HYBRIDGEN and is_fixed:
+        why = "decode steps attend near keys and the far ones that scores made a layer ahead put first"
     elif settings.name is PolicyName.BOUNDED:
         why = bounded.why
     if policy.why:

@@ -10,7 +10,7 @@ them from data sheets; the cost model predicts with them.
 import bisect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ambidex.core.dtypes import WEIGHT_BLOCKS
 from ambidex.core.errors import ConfigError
@@ -94,6 +94,23 @@ class Products:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NeuronRates:
+    """What leaving out neurons costs the CPU lane, with plain weights of one format: seconds a byte of rows, by tokens.
+
+    Of the last matrix of an MLP: rows of each token on its own (`bags`), of all tokens' union (`union`), all (`dense`).
+    Of the first one: all rows (`plain`), all rows by way of their 8-bit copy (`screen`), rows that it lets through
+    (`candidate`); bytes are always those of the plain rows.
+    """
+
+    bags: Curve
+    union: Curve
+    dense: Curve
+    plain: Curve
+    screen: Curve
+    candidate: Curve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuRates:
     """One GPU: bytes, bytes/s and seconds.
 
@@ -116,6 +133,8 @@ class CpuRates:
 
     `read_bytes_per_s` is by threads, `attention_bytes_per_s` of K and V by their format. `layer_s` is as a GPU's, where
     the CPU is the accelerator; `step_s` and `request_s` are scheduling and sampling, of a step and for each request.
+    `tiles_from` is from how many tokens on matrix tiles multiply weights of a 4-bit format faster than vectors, None
+    where they never do; it has no format without tiles. `neurons` is by format. Data sheets know neither.
     """
 
     name: str
@@ -126,6 +145,8 @@ class CpuRates:
     layer_s: float
     step_s: float
     request_s: float
+    tiles_from: Mapping[str, int | None] = field(default_factory=dict)
+    neurons: Mapping[str, NeuronRates] = field(default_factory=dict)
 
     @property
     def dram_bytes_per_s(self) -> float:

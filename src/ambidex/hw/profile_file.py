@@ -8,12 +8,23 @@ from pathlib import Path
 from typing import Any, Final
 
 from ambidex.core.errors import ConfigError
-from ambidex.hw.profile import CpuRates, Curve, GpuRates, HardwareProfile, LinkRates, Machine, NodeRates, Products
+from ambidex.hw.profile import (
+    CpuRates,
+    Curve,
+    GpuRates,
+    HardwareProfile,
+    LinkRates,
+    Machine,
+    NeuronRates,
+    NodeRates,
+    Products,
+)
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Of the form that is read and written here; a change that an older reader would get wrong adds 1."""
 MAX_BYTES: Final = 1 << 20
 """A profile has some 5 KiB."""
+_NEURON_CURVES: Final = tuple(NeuronRates.__dataclass_fields__)
 AGAIN: Final = "measure this machine again with `ambidex calibrate`"
 
 
@@ -28,6 +39,11 @@ def profile_json(profile: HardwareProfile) -> dict[str, Any]:
     """A profile as JSON values."""
     cpu = _rates_json(profile.cpu)
     cpu["read_bytes_per_s"] = profile.cpu.read_bytes_per_s.points
+    cpu["tiles_from"] = dict(profile.cpu.tiles_from)
+    cpu["neurons"] = {
+        kind: {name: getattr(rates, name).points for name in _NEURON_CURVES}
+        for kind, rates in profile.cpu.neurons.items()
+    }
     return {
         "version": VERSION,
         "machine": asdict(profile.machine) if profile.machine else None,
@@ -208,9 +224,29 @@ def _parse_cpu(fields: _Fields) -> CpuRates:
         layer_s=fields.number("layer_s"),
         step_s=fields.number("step_s"),
         request_s=fields.number("request_s"),
+        tiles_from=_parse_tiles(fields.table("tiles_from"), f"{fields.where}: `tiles_from`"),
+        neurons=_parse_neurons(fields.table("neurons"), f"{fields.where}: `neurons`"),
     )
     fields.end()
     return cpu
+
+
+def _parse_tiles(table: Mapping[str, Any], where: str) -> dict[str, int | None]:
+    for kind, tokens in table.items():
+        if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
+            raise ConfigError(f"{where} of {kind} is {str(tokens)[:60]!r}: it must be from 1 on, or null: {AGAIN}")
+    return dict(table)
+
+
+def _parse_neurons(table: Mapping[str, Any], where: str) -> dict[str, NeuronRates]:
+    found = {}
+    for kind, value in table.items():
+        fields = _Fields(value, f"{where} of {kind}")
+        found[kind] = NeuronRates(
+            **{name: _parse_curve(fields.take(name, list), f"{fields.where}: `{name}`") for name in _NEURON_CURVES}
+        )
+        fields.end()
+    return found
 
 
 def _parse_gpu(fields: _Fields) -> GpuRates:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ambidex.core.errors import ShapeError
 from ambidex.kernels.cpu import native
-from ambidex.kernels.cpu.linear import LinearPool, Matrices, format_of
+from ambidex.kernels.cpu.linear import LEAST_TILED_TOKENS, LinearPool, Matrices, TilesFrom, format_of
 from ambidex.kernels.cpu.quantized import QuantizedMatrix, Weight
 from ambidex.kernels.dispatch import choose
 from ambidex.kernels.reference import linear as reference_linear
@@ -41,15 +41,20 @@ class LinearContext:
     Args:
         threads: the threads of the native op; None where there is none (on a GPU, or without the compiled module).
         most_native_tokens: rows of x up to which the native op is chosen for weights that are not quantised.
+        tiles_from: rows of x from which on matrix tiles multiply 4-bit weights, see `LinearPool`.
     """
 
     def __init__(
-        self, threads: native.ThreadPool | None = None, *, most_native_tokens: int = MOST_NATIVE_TOKENS
+        self,
+        threads: native.ThreadPool | None = None,
+        *,
+        most_native_tokens: int = MOST_NATIVE_TOKENS,
+        tiles_from: TilesFrom = LEAST_TILED_TOKENS,
     ) -> None:
         self.most_native_tokens = most_native_tokens
         self.weight_first = False
         """Which form torch's products of bf16 have; see `torch_ops.linear`."""
-        self.pool = None if threads is None else LinearPool(threads)
+        self.pool = None if threads is None else LinearPool(threads, tiles_from=tiles_from)
         self.scratch = torch_linear.Scratch()
         self.multiplies_bf16 = threads is not None and native.isa() in ("avx512bf16", "amx")
 

@@ -1,5 +1,5 @@
-"""What leaving out neurons costs on this machine, measured when an engine starts: seconds a row of each form, and the
-rate of whole places at a share of active neurons."""
+"""What leaving out neurons costs on this machine: seconds a row of each form, by its profile or measured when an engine
+starts, and the rate of whole places at a share of active neurons."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from ambidex.core.units import MIB
+from ambidex.hw.profile import Curve, NeuronRates
 from ambidex.mlp.cuts import SiteShape
 from ambidex.mlp.parts import Part
+from ambidex.mlp.predictor import Predictor
 from ambidex.mlp.rates import TOKENS
 from ambidex.mlp.screen import Screen
 from ambidex.mlp.sparse_side import Form, FormCosts, ScreenCosts, SparseContext, SparseSide
@@ -23,6 +25,31 @@ _PROBE_BYTES: Final = 256 * MIB
 _NUM_PROBES: Final = 3
 NO_COSTS: Final = FormCosts(bags={}, union={}, dense={})
 """Nothing was measured: all is dense."""
+
+
+def costs_of(rates: NeuronRates, row_bytes: int) -> FormCosts:
+    """Seconds a row of each form, by what `ambidex calibrate` has measured of other weights.
+
+    Args:
+        row_bytes: of a row of the last matrix.
+    """
+    bags, union, dense = (_per_row(curve, row_bytes) for curve in (rates.bags, rates.union, rates.dense))
+    return FormCosts(bags=bags, union=union, dense=dense)
+
+
+def screen_costs_of(rates: NeuronRates, row_bytes: int) -> ScreenCosts:
+    """The same of looking at 8-bit copies, and of doing without.
+
+    Args:
+        row_bytes: of a row of the first matrix.
+    """
+    plain, screen, candidate = (_per_row(curve, row_bytes) for curve in (rates.plain, rates.screen, rates.candidate))
+    return ScreenCosts(plain=plain, screen=screen, candidate=candidate)
+
+
+def _per_row(curve: Curve, row_bytes: int) -> dict[int, float]:
+    return {num_tokens: row_bytes * seconds for num_tokens, seconds in curve.points}
+
 
 Place = tuple[SiteShape, Sequence[Part], Screen | None]
 """Neurons that the CPU multiplies, and the copy of their first rows."""
@@ -87,14 +114,24 @@ def measure_screens(places: Sequence[Place], context: SparseContext) -> ScreenCo
     return ScreenCosts(plain=plain, screen=screen_s, candidate=candidate)
 
 
-def sparse_rates(places: Sequence[Place], context: SparseContext, *, active_share: float) -> dict[int, float]:
+def sparse_rates(
+    places: Sequence[Place],
+    context: SparseContext,
+    *,
+    active_share: float,
+    predictors: Sequence[Predictor | None] | None = None,
+) -> dict[int, float]:
     """Bytes of weights a second, counted as if all were read, by tokens of a step, at a share of active neurons.
 
     Args:
         active_share: of the neurons, for a token, as a profile has it.
+        predictors: of each place; None: there are none.
     """
     some = _take(places)
-    sides = [SparseSide(shape, parts, context, screen=screen) for shape, parts, screen in some]
+    sides = [
+        SparseSide(shape, parts, context, screen=screen, predictor=predictor)
+        for (shape, parts, screen), predictor in zip(some, predictors or [None] * len(places), strict=False)
+    ]
     num_bytes = sum(part.num_bytes for _, parts, _ in some for part in parts)
     rates: dict[int, float] = {}
     for num_tokens in TOKENS:

@@ -31,6 +31,7 @@ from ambidex.mlp.cuts import SiteShape
 from ambidex.mlp.host_lane import HostSide
 from ambidex.mlp.neuron_cache import NeuronCounts
 from ambidex.mlp.parts import Part
+from ambidex.mlp.predictor import CHECK_EVERY, Predictor, PredictorPart
 from ambidex.mlp.screen import Screen
 
 BAGS_PER_THREAD: Final = 2
@@ -74,6 +75,11 @@ class FormCosts:
         }
         return min(costs, key=lambda form: costs[form])
 
+    def gathers(self, num_tokens: int, *, num_union: int, num_all: int) -> bool:
+        """Whether rows of the union, gathered, are cheaper than all rows."""
+        size = next((size for size in sorted(self.dense) if num_tokens <= size), None)
+        return size is not None and self.union[size] * num_union < self.dense[size] * num_all
+
     def crossovers(self) -> dict[int, float]:
         """Up to which share of active neurons (of the union) a step of each size is not dense."""
         return {
@@ -100,7 +106,10 @@ class ScreenCosts:
 
 @dataclass(slots=True)
 class SparsityCounts:
-    """What was skipped so far. Neurons are counted once a token, `num_rows` once a step: those of the union."""
+    """What was skipped so far. Neurons are counted once a token, `num_rows` once a step: those of the union.
+
+    `num_checked` neurons were active where all were computed beside a prediction, `num_found` of them were predicted.
+    """
 
     num_neurons: int = 0
     num_active: int = 0
@@ -108,6 +117,8 @@ class SparsityCounts:
     num_rows_read: int = 0
     num_screened: int = 0
     num_candidates: int = 0
+    num_checked: int = 0
+    num_found: int = 0
     forms: Counter[Form] = field(default_factory=Counter)
 
 
@@ -132,6 +143,7 @@ class SparseSide(HostSide):
         parts: with columns neuron by neuron; they follow each other in one memory.
         counts: is told which neurons each step needs; None: nobody is.
         screen: of the rows of the first matrix; None: there is none.
+        predictor: of the neurons, trained; None: there is none. Only one of both.
     Raises:
         ShapeError: they do not.
     """
@@ -143,10 +155,13 @@ class SparseSide(HostSide):
         context: SparseContext,
         counts: NeuronCounts | None = None,
         screen: Screen | None = None,
+        predictor: Predictor | None = None,
     ) -> None:
         super().__init__(shape, parts)
         self._counts = counts
         self._screen = None if screen is None else screen.head(len(parts))
+        self._predictor = None if predictor is None else predictor.head(len(self.rows))
+        self._num_predicted = 0  # steps
         self._candidate_share: dict[int, float] = {}  # by tokens of a step, of late
         self._num_passed_over = 0  # steps since it last did not pay to screen
         refusal = find_scattered(shape, parts)
@@ -182,6 +197,8 @@ class SparseSide(HostSide):
 
     def compute(self, x: Tensor) -> Tensor:
         """x [T, K] fp32 in DRAM → [T, num_out] fp32."""
+        if self._predictor is not None:
+            return self._compute_predicted(x, self._predictor)
         screens = self._screen is not None and self._pays_to_screen(x.shape[0])
         if screens and self.picks(x.shape[0]):
             return self._compute_picked(x, self._find_candidates(x))
@@ -191,7 +208,7 @@ class SparseSide(HostSide):
         """Whether screened neurons of such a step are one native call."""
         return (
             num_tokens == 1
-            and self._screen is not None
+            and (self._screen is not None or self._predictor is not None)
             and self._context.picked is not None
             and not self._is_gated
             and self._activation is Activation.RELU
@@ -222,13 +239,43 @@ class SparseSide(HostSide):
             self._counts.add_far(needed)
         return y[None]
 
+    def _compute_predicted(self, x: Tensor, predictor: PredictorPart) -> Tensor:
+        needed = predictor.needed(x)
+        if self._num_predicted % CHECK_EVERY == 0:
+            active = self._begin(x).ne(0)
+            self._context.counts.num_checked += int(active.sum())
+            self._context.counts.num_found += int(active.logical_and_(needed).sum())
+        self._num_predicted += 1
+        union = needed.any(0).nonzero()[:, 0]
+        if self.picks(x.shape[0]) and len(union):
+            return self._compute_picked(x, union)
+        return self._finish(x, self._predicted_neurons(x, union, needed))
+
+    def _predicted_neurons(self, x: Tensor, union: Tensor, needed: Tensor) -> Tensor:
+        """What neurons give behind the ReLU, [T, n], 0 where a token does not need them; by the cheaper of two forms,
+        which differ by roundings alone."""
+        num_all = len(self.rows)
+        if not self._context.costs.gathers(x.shape[0], num_union=len(union), num_all=num_all):
+            return self._begin(x) * needed
+        values = x.new_zeros(x.shape[0], num_all)
+        if len(union):
+            values[:, union] = self.candidate_products(x, union, self._first_biases()) * needed[:, union]
+        return values
+
     def compute_as_if(self, x: Tensor, active: Tensor) -> Tensor:
         """What a step costs in which other neurons are active than those of x, for measurements.
 
         Args:
             active: [T, n], other than 0 where a neuron is.
         """
-        if self._screen is not None and self._pays_to_screen(x.shape[0]):
+        if self._predictor is not None:
+            self._predictor.needed(x)
+            needed = active.ne(0)
+            union = needed.any(0).nonzero()[:, 0]
+            if self.picks(x.shape[0]):
+                return self.pick(x, union)[1][None]
+            self._predicted_neurons(x, union, needed)
+        elif self._screen is not None and self._pays_to_screen(x.shape[0]):
             self._screen.candidates(x, [part.biases[0] for part in self.parts])
             union = active.ne(0).any(0).nonzero()[:, 0]
             if self.picks(x.shape[0]):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ambidex.formats.neuron_predictor import PredictorFile
 from ambidex.kernels.linear import LinearContext
 from ambidex.layers.mlp import Neurons
 from ambidex.layers.split_matrix import SplitMatrix
@@ -21,6 +22,7 @@ from ambidex.mlp.hot_neurons import NeuronMap
 from ambidex.mlp.neuron_cache import CachedLayer, NeuronCounts
 from ambidex.mlp.neuron_mover import NeuronPlace
 from ambidex.mlp.parts import Part, Rows
+from ambidex.mlp.predictor import Predictor
 from ambidex.mlp.screen import Screen
 from ambidex.mlp.sparse_side import SparseContext, SparseSide, find_scattered, lay_out
 from ambidex.mlp.split_site import HostParts, HostPlace, SplitSite, StreamedPart, WeightLanes
@@ -68,6 +70,7 @@ class DividedWeights:
         self._sparse: SparseContext | None = None
         self._biases: dict[LinearSite | Neurons, list[Tensor]] = {}
         self._screens: dict[LinearSite | Neurons, Screen] = {}
+        self._predictors: dict[LinearSite | Neurons, Predictor] = {}
         self._linear, self._host_linear, self._dtype = linear, host_linear, dtype
         near = _Arena(
             [(plan.shape, plan.cuts.on_gpu) for plan in plans],
@@ -230,7 +233,8 @@ class DividedWeights:
     def _make_side(self, plan: SitePlan, parts: Sequence[Part], counted: CachedLayer | None) -> HostSide:
         if self._sparse is not None and is_sparse(plan.shape, parts):
             counts = None if counted is None else counted.counts
-            return SparseSide(plan.shape, parts, self._sparse, counts, self._screens.get(plan.site))
+            screen, predictor = self._screens.get(plan.site), self._predictors.get(plan.site)
+            return SparseSide(plan.shape, parts, self._sparse, counts, screen, predictor)
         return HostSide(plan.shape, parts)
 
     def make_screens(self) -> None:
@@ -245,6 +249,31 @@ class DividedWeights:
                 self._screens[plan.site] = Screen(
                     [rows for rows in weights if isinstance(rows, Tensor)], self._host_linear
                 )
+
+    def make_predictors(self, file: PredictorFile) -> None:
+        """Take what a file predicts of the neurons that the CPU has, in the format of the weights."""
+        for plan, host in self._host_rows():
+            parts = self._host_parts(plan, host[: len(plan.cuts.on_cpu)])
+            if not parts or plan.layer_idx is None or not is_sparse(plan.shape, parts):
+                continue
+            first, second = map(torch.from_numpy, file.matrices(plan.layer_idx))
+            rows = slice(parts[0].rows.start, parts[-1].rows.stop)
+            self._predictors[plan.site] = Predictor(
+                first.to(self._dtype),
+                second[rows].to(self._dtype).contiguous(),
+                threshold=file.threshold,
+                linear=self._host_linear,
+            )
+
+    def host_predictors(self) -> list[Predictor | None]:
+        """Of each of `host_neurons`."""
+        return [
+            self._predictors.get(plan.site)
+            for plan, host in self._host_rows()
+            if plan.shape.is_neuron_major
+            and plan.cuts.on_cpu
+            and is_sparse(plan.shape, self._host_parts(plan, host[: len(plan.cuts.on_cpu)]))
+        ]
 
     def host_neurons(self) -> list[tuple[SiteShape, list[Part], Screen | None]]:
         """The CPU's parts of each MLP whose neurons can be left out, for measurements: the weights are filled."""

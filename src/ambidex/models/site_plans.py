@@ -18,6 +18,7 @@ from ambidex.core.units import MIB
 from ambidex.layers.mlp import Neurons
 from ambidex.mlp.cuts import Cuts, SiteShape
 from ambidex.mlp.neuron_mover import NeuronMover
+from ambidex.mlp.predictor import Predictor
 from ambidex.mlp.screen import Screen
 from ambidex.models.base import CausalLM, LinearSite
 from ambidex.models.quantized import count_weights_bytes, names_of_parameters
@@ -182,6 +183,19 @@ def count_screens(plans: Sequence[SitePlan]) -> int:
         for plan in plans
         for rows in plan.cuts.on_cpu
         if plan.shape.is_neuron_major and Screen.refusal(plan.shape.num_in) is None
+    )
+
+
+def count_predictors(plans: Sequence[SitePlan], ranks: Sequence[int], number_bytes: int) -> int:
+    """Bytes of the matrices that `make_predictors` takes, at most.
+
+    Args:
+        ranks: of each layer's predictor.
+    """
+    return sum(
+        Predictor.num_bytes(ranks[plan.layer_idx], plan.shape.num_in, sum(map(len, plan.cuts.on_cpu)), number_bytes)
+        for plan in plans
+        if plan.shape.is_neuron_major and plan.cuts.on_cpu and plan.layer_idx is not None
     )
 
 

@@ -22,6 +22,7 @@ from ambidex.hw.profile_file import read_profile
 from ambidex.hw.topology import read_topology
 from ambidex.kernels.cpu.native import ThreadPool
 from ambidex.kernels.linear import LinearContext, LinearOp
+from ambidex.mlp import sparse_rates
 
 HERE = Machine(cpu="Some CPU", cores=1, gpu=None)
 SMALL = 2**20
@@ -34,6 +35,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cpu, "NUM_RUNS", 1)
     monkeypatch.setattr(cpu, "WIDTH", 256)
     monkeypatch.setattr(cpu, "NUM_SMALL", 2)
+    monkeypatch.setattr(sparse_rates, "_NUM_PROBES", 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     yield
     torch.set_num_threads(num_threads)
@@ -47,6 +49,8 @@ def test_all_parts_are_measured_into_a_profile_of_this_machine(tmp_path: Path) -
     profile.check_machine(HERE)
     assert set(profile.cpu.products.curves) == set(WEIGHT_BLOCKS)
     assert set(profile.cpu.attention_bytes_per_s) == set(DType)
+    assert set(profile.cpu.neurons) == {"fp32", "bf16", "fp16"}
+    assert set(profile.cpu.tiles_from) <= {"Q4_0", "Q4_1", "Q4_K"}
     assert (profile.gpu, profile.link) == (None, None)
     nodes = {node.node_id: node for node in read_topology().numa_nodes}
     for rates in profile.nodes:

@@ -10,11 +10,15 @@ import pytest
 
 from ambidex.core.errors import ConfigError
 from ambidex.hw.presets import CPUS, GPUS, LINKS, make_profile
-from ambidex.hw.profile import Curve, Machine, NodeRates, Products
+from ambidex.hw.profile import Curve, Machine, NeuronRates, NodeRates, Products
 from ambidex.hw.profile_file import default_path, parse_profile, profile_json, read_profile, write_json
 
+SHEETS = make_profile("rtx4090", "ddr5-2ch", "pcie4x16")
+COSTS = NeuronRates(**{name: Curve(((1, place * 1e-11), (4, place * 2e-11)))
+                       for place, name in enumerate(NeuronRates.__dataclass_fields__, 1)})  # fmt: skip
 PROFILE = dataclasses.replace(
-    make_profile("rtx4090", "ddr5-2ch", "pcie4x16"),
+    SHEETS,
+    cpu=dataclasses.replace(SHEETS.cpu, tiles_from={"Q4_0": 8, "Q4_K": None}, neurons={"bf16": COSTS}),
     machine=Machine(cpu="Some CPU", cores=8, gpu="Some GPU"),
     date="now",
     nodes=(
@@ -51,6 +55,31 @@ def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
     write_json(path, profile_json(PROFILE))
     assert read_profile(path) == PROFILE
     assert [child.name for child in path.parent.iterdir()] == ["profile.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tiles_from": {"Q4_0": 0}}, "`tiles_from` of Q4_0 is '0': it must be from 1 on, or null"),
+        ({"tiles_from": {"Q4_0": "many"}}, "`tiles_from` of Q4_0 is 'many'"),
+        ({"tiles_from": None}, "`tiles_from` is 'None': it must be of type dict"),
+        ({"neurons": {"bf16": {}}}, "`neurons` of bf16: `bags` is 'None': it must be of type list"),
+        ({"neurons": {"bf16": {name: [[1, -1.0]] for name in NeuronRates.__dataclass_fields__}}}, "above 0"),
+        ({"neurons": {"bf16": 3}}, "`neurons` of bf16 is not a JSON object"),
+    ],
+)
+def test_crossovers_that_are_none_are_refused(change: dict[str, Any], said: str) -> None:
+    value = json.loads(json.dumps(profile_json(PROFILE)))
+    value["cpu"] |= change
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        parse_profile(value, where="it")
+
+
+def test_an_older_profile_which_knows_no_crossovers_is_refused_with_what_to_do() -> None:
+    value = json.loads(json.dumps(profile_json(PROFILE))) | {"version": 2}
+    del value["cpu"]["tiles_from"], value["cpu"]["neurons"]
+    with pytest.raises(ConfigError, match="it has version 2, version 3 is read here: measure this machine again"):
+        parse_profile(value, where="it")
 
 
 def test_a_profile_without_nodes_is_read_as_one_that_has_none() -> None:
@@ -99,7 +128,7 @@ def test_a_file_without_a_value_names_it(keys: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 1}, "has version 1, version 2 is read here"),
+        ({"version": 1}, "has version 1, version 3 is read here"),
         ({"more": 1}, "unknown keys .more."),
         ({"date": 7}, "`date` is '7': it must be of type str"),
         ({"cpu": {**profile_json(PROFILE)["cpu"], "step_s": -1.0}}, "`step_s` is -1.0: it must be above 0"),

@@ -16,6 +16,7 @@ from ambidex.kernels.cpu.native import ThreadPool
 from ambidex.kernels.linear import LinearContext
 from ambidex.mlp.cuts import SiteShape
 from ambidex.mlp.parts import Part, Rows
+from ambidex.mlp.predictor import CHECK_EVERY, Predictor
 from ambidex.mlp.rates import TOKENS
 from ambidex.mlp.sparse_rates import NO_COSTS, measure_costs, sparse_rates
 from ambidex.mlp.sparse_side import Form, FormCosts, SparseContext, SparseSide
@@ -161,3 +162,61 @@ def test_chunks_that_are_no_whole_rows_apart_are_refused() -> None:
     )
     with pytest.raises(ShapeError, match="do not begin at whole rows"):
         world.side(NO_COSTS)
+
+
+def predicted(x: Tensor, world: World, needed: Tensor) -> Tensor:
+    """The product with neurons that each token needs, the others 0; in fp64."""
+    total, start = torch.zeros(len(x), WIDTH, dtype=torch.float64), 0
+    for part in world.parts:
+        own = needed[:, start : start + len(part.rows)]
+        start += len(part.rows)
+        ins = [weight.double() for weight in part.numbers.ins if isinstance(weight, Tensor)]
+        inner = [
+            x.double() @ weight.T + bias.double()
+            for weight, bias in zip(ins, part.biases, strict=True)
+            if bias is not None
+        ]
+        h = torch.relu(inner[0]) * own
+        for up in inner[1:]:
+            h = h * up
+        assert part.numbers.columns is not None
+        total += h @ part.numbers.columns.double()
+    return total
+
+
+@pytest.mark.parametrize("costs", [NO_COSTS, *ONLY.values()])
+@pytest.mark.parametrize("num_ins", [1, 2])
+@pytest.mark.parametrize("num_tokens", [1, 3, 8])
+def test_a_predictor_decides_for_each_token_which_neurons_count(
+    num_tokens: int, num_ins: int, costs: FormCosts
+) -> None:
+    world = World(num_ins=num_ins, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    first = torch.randn(8, WIDTH, generator=generator)
+    second = torch.randn(60, 8, generator=generator)[:40]
+    x = torch.randn(num_tokens, WIDTH, generator=generator) / 8
+    needed = torch.relu(x @ first.T) @ second.T > 0.3
+    assert 0 < needed.float().mean() < 1
+    world.context.costs = costs
+    predictor = Predictor(first, second, threshold=0.3, linear=world.context.linear)
+    side = SparseSide(world.shape, world.parts, world.context, predictor=predictor)
+    assert torch.allclose(side.compute(x).double(), predicted(x, world, needed), rtol=1e-4, atol=1e-4)
+    h = torch.cat([part._multiply_ins(x, part.numbers.ins, part.biases)[0] for part in world.parts], dim=1) > 0
+    counts = world.context.counts
+    assert (counts.num_checked, counts.num_found) == (int(h.sum()), int((h & needed).sum()))
+    for _ in range(CHECK_EVERY - 1):
+        side.compute(x)
+    assert counts.num_checked == int(h.sum()), "it is looked at now and then"
+    side.compute(x)
+    assert counts.num_checked == 2 * int(h.sum())
+
+
+def test_a_predictor_that_names_nothing_gives_zero() -> None:
+    for num_ins in (1, 2):
+        world = World(num_ins=num_ins, dtype=torch.float32)
+        predictor = Predictor(torch.ones(8, WIDTH), torch.zeros(40, 8), threshold=0.0, linear=world.context.linear)
+        for costs in ONLY.values():
+            world.context.costs = costs
+            side = SparseSide(world.shape, world.parts, world.context, predictor=predictor)
+            for num_tokens in (1, 3):
+                assert not side.compute(torch.randn(num_tokens, WIDTH)).any()

@@ -1,6 +1,5 @@
 """What a model, its settings and this machine make of each other, before anything large is allocated."""
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +26,7 @@ from ambidex.cost.weights import DIVIDED_ON_CPU, DIVIDED_ON_GPU, PLAIN, WHOLE_ON
 from ambidex.engine.auto_placement import AUTO, AutoPlacement, Budgets, solve_weights
 from ambidex.engine.bounded_form import BoundedForm, choose_bounded_form
 from ambidex.engine.chosen_policy import ChosenPolicy, choose_policy
+from ambidex.engine.compose.crossovers import Crossovers, find_crossovers, read_machine_profile
 from ambidex.engine.compose.cxl import CxlTier, choose_cxl
 from ambidex.engine.compose.sparsity import SparsityChoice, choose_sparsity
 from ambidex.engine.kept_rows import choose_kept_rows, choose_predictor_state, why_no_early_steps
@@ -56,8 +56,7 @@ from ambidex.engine.weights_plan import (
 from ambidex.formats.locate import ModelSource, find_model
 from ambidex.formats.spec import read_spec
 from ambidex.hw.memory import read_memory
-from ambidex.hw.profile import Curve, HardwareProfile, Machine
-from ambidex.hw.profile_file import default_path, read_profile
+from ambidex.hw.profile import Curve, HardwareProfile
 from ambidex.hw.topology import check_num_threads, read_topology
 from ambidex.kernels.cpu.native import ThreadPool, isa
 from ambidex.kernels.dispatch import choose
@@ -71,6 +70,7 @@ from ambidex.models.site_plans import (
     DividedBytes,
     RingSizes,
     count_bytes,
+    count_predictors,
     count_screens,
     measure_weights,
     most_moved_pairs,
@@ -115,6 +115,7 @@ class Choices:
     rows_why: str
     weights: "WeightChoices"
     sparsity: SparsityChoice | None
+    crossovers: Crossovers
     cxl: CxlTier
     memory: MemoryPlan
     plan: Callable[[CxlTier], MemoryPlan]
@@ -300,6 +301,7 @@ def make_choices(
         rows_why=rows_why,
         weights=weights,
         sparsity=sparsity,
+        crossovers=find_crossovers(device, num_threads, profile),
         cxl=cxl,
         memory=plan(cxl),
         plan=plan,
@@ -401,6 +403,8 @@ def _choose_weights(
     parts = count_bytes(plans, ring, dtype.num_bytes)
     screens_rows = sparsity is not None and sparsity.sparsity.kind is SparsityKind.RELU_SCREENED
     screens = count_screens(plans) if screens_rows else 0
+    if sparsity is not None and sparsity.predictor is not None:
+        screens += count_predictors(plans, sparsity.predictor.ranks, dtype.num_bytes)
     pairs, moving = 0, 0
     if config.neuron_cache is not NeuronCache.OFF:
         pairs, moving = most_moved_pairs(plans, config.neuron_move_memory, dtype.num_bytes)
@@ -444,19 +448,6 @@ def _find_kinds_for_gpu(config: EngineConfig, spec: ModelSpec) -> dict[str, str]
     if config.dtype is not DTypeChoice.AUTO or config.load_format is LoadFormat.DUMMY:
         return {}
     return {name: kind for name, kind in find_kept(spec).items() if kind in GPU_KINDS}
-
-
-def read_machine_profile(device: torch.device) -> HardwareProfile:
-    """The profile of this machine.
-
-    Raises:
-        ConfigError: there is none, or it is another machine's; says how to make one.
-    """
-    topology = read_topology()
-    gpu = torch.cuda.get_device_properties(device).name if device.type == "cuda" else None
-    profile = read_profile(default_path(os.environ))
-    profile.check_machine(Machine(cpu=topology.cpu_model, cores=topology.num_usable_cores, gpu=gpu))
-    return profile
 
 
 def _choose_decode_form(

@@ -28,9 +28,11 @@ from ambidex.engine.weights_plan import (
     describe_split,
 )
 from ambidex.kernels.cpu import native
+from ambidex.kernels.cpu.linear import TILED_KINDS
 from ambidex.kernels.dispatch import find_fallbacks
 from ambidex.models.divided import DividedWeights
 from ambidex.models.quantized import describe_kept
+from ambidex.runner.decode import DecodeForm
 from ambidex.storage.kv_pool import KVPool
 
 
@@ -110,6 +112,21 @@ def _placement_rows(choices: Choices, divided: Divided | None) -> list[ReportRow
     return rows
 
 
+def _tile_rows(choices: Choices) -> list[ReportRow]:
+    """From where on 4-bit weights are multiplied in matrix tiles, if there are both."""
+    has_tiles = choices.threads is not None and native.isa() == "amx"
+    kept = {kind for _, kind in choices.spec.quantized} if choices.keeps_quantized else choices.weights.kinds.values()
+    return [choices.crossovers.tile_row()] if has_tiles and set(TILED_KINDS) & set(kept) else []
+
+
+def _crossovers_how(choices: Choices) -> str:
+    """Where the costs of neurons come from."""
+    crossovers = choices.crossovers
+    if crossovers.neurons(choices.dtype) is not None:
+        return crossovers.why
+    return f"measured at start ({crossovers.why})"
+
+
 def describe(
     config: EngineConfig,
     choices: Choices,
@@ -134,10 +151,12 @@ def describe(
             ReportRow(section="compute", name="dtype", value=choices.dtype.value, why=choices.dtype_why),
             _weights_row(choices),
             *_placement_rows(choices, divided),
+            *_tile_rows(choices),
             *sparsity_rows(
                 choices.sparsity,
                 None if sparse is None else sparse.costs,
                 None if sparse is None else sparse.screen_costs,
+                how=_crossovers_how(choices),
             ),
             *cache_rows(
                 config,
@@ -153,6 +172,7 @@ def describe(
                 max_kept_rows=choices.memory.max_kept_rows,
                 rows_why=choices.rows_why,
                 max_predicted=choices.memory.max_predicted,
+                is_fixed=choices.decode_form in (DecodeForm.FIXED, DecodeForm.CAPTURED),
             ),
             ReportRow(section="compute", name="stream_share", value=f"{stream[0]:.2f} of keys in DRAM", why=stream[1]),
         ],

@@ -46,10 +46,10 @@ def find_identity(config: EngineConfig, choices: Choices) -> CacheIdentity:
     if config.session_dir is not None:
         if not config.prefix_cache_percent:
             raise ConfigError("`session_dir` needs a prefix cache: set `prefix_cache_percent`, too")
-        if choices.sparsity is not None and not choices.sparsity.sparsity.kind.is_exact:
+        if choices.sparsity is not None and not choices.sparsity.is_exact:
             raise ConfigError(
                 f"`session_dir` keeps what other engines use, too, and `mlp_sparsity` {skipped} computes K and V by a "
-                f"profile that may change: leave one out"
+                f"profile or a predictor that may change: leave one out"
             )
         parts[0] = fingerprint(choices.source.files)
         parts += [config.load_format, config.seed, _version()]

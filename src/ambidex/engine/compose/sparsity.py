@@ -11,6 +11,7 @@ from ambidex.core.sparsity import ASSUMED_ACTIVE, MLPSparsity, SparsityKind, par
 from ambidex.core.sparsity import NeuronCache as CacheChoice
 from ambidex.engine.report import ReportRow
 from ambidex.formats.locate import ModelSource
+from ambidex.formats.neuron_predictor import PredictorFile
 from ambidex.formats.neuron_profile import NeuronProfile, default_neuron_path, fingerprint, read_neuron_profile
 from ambidex.mlp.neuron_cache import NeuronCache
 from ambidex.mlp.sparse_side import FormCosts, ScreenCosts
@@ -23,6 +24,13 @@ class SparsityChoice:
 
     sparsity: MLPSparsity
     profile: NeuronProfile | None
+    predictor: PredictorFile | None = None
+    """Says which neurons the CPU computes; None: nothing was trained for that."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing changes but roundings."""
+        return self.sparsity.kind.is_exact and self.predictor is None
 
     @property
     def active_share(self) -> float:
@@ -44,6 +52,8 @@ def choose_sparsity(
     if sparsity is None:
         if config.neuron_profile is not None:
             raise ConfigError("`neuron_profile` is for `mlp_sparsity`, which is off: leave it out, or choose a form")
+        if config.mlp_predictor is not None:
+            raise ConfigError("`mlp_predictor` is for `mlp_sparsity` relu, which is off: leave it out, or choose that")
         return None
     is_gated = len(skeleton.layer_sites()[0].mlp.ins) > 1
     refusal = sparsity.refusal(spec.activation, is_gated=is_gated)
@@ -54,11 +64,33 @@ def choose_sparsity(
             "`neuron_cache` static puts the most active neurons of a profile on the accelerator, and there is none: "
             "measure it with `ambidex calibrate neurons MODEL --text FILE`, or use dynamic"
         )
+    predictor = _read_predictor(config, spec, sparsity)
     model = fingerprint(source, spec)
     path = Path(config.neuron_profile) if config.neuron_profile is not None else default_neuron_path(os.environ, model)
     if config.neuron_profile is None and sparsity.kind.is_exact and not path.exists():
-        return SparsityChoice(sparsity=sparsity, profile=None)
-    return SparsityChoice(sparsity=sparsity, profile=read_neuron_profile(path, spec, model=model))
+        return SparsityChoice(sparsity=sparsity, profile=None, predictor=predictor)
+    return SparsityChoice(sparsity=sparsity, profile=read_neuron_profile(path, spec, model=model), predictor=predictor)
+
+
+def _read_predictor(config: EngineConfig, spec: ModelSpec, sparsity: MLPSparsity) -> PredictorFile | None:
+    """What was trained for the model's neurons, if a file is named.
+
+    Raises:
+        ConfigError: it is for another form. ModelFileError: the file cannot be used.
+    """
+    if config.mlp_predictor is None:
+        return None
+    if sparsity.kind is not SparsityKind.RELU:
+        raise ConfigError(
+            f"`mlp_predictor` says which neurons behind a ReLU are computed, and so does `mlp_sparsity` "
+            f"{sparsity}: use relu, or leave out the predictor"
+        )
+    if config.neuron_cache is not CacheChoice.OFF:
+        raise ConfigError(
+            f"`neuron_cache` {config.neuron_cache} lets neurons change places, which `mlp_predictor` does not follow: "
+            f"use off, or leave out the predictor"
+        )
+    return PredictorFile(Path(config.mlp_predictor), spec)
 
 
 def _has_profile(config: EngineConfig, spec: ModelSpec, source: ModelSource) -> bool:
@@ -74,17 +106,18 @@ def set_masks(model: CausalLM, choice: SparsityChoice) -> None:
 
 
 def sparsity_rows(
-    choice: SparsityChoice | None, costs: FormCosts | None, screens: ScreenCosts | None
+    choice: SparsityChoice | None, costs: FormCosts | None, screens: ScreenCosts | None, *, how: str
 ) -> list[ReportRow]:
     """What became of it, for people.
 
     Args:
         costs: of the forms on the CPU; None: it has no part of an MLP.
         screens: of looking at 8-bit copies first; None: there are none.
+        how: they were got.
     """
     if choice is None:
         return [ReportRow(section="compute", name="mlp_sparsity", value="off", why="every neuron is computed")]
-    effect = "exact" if choice.sparsity.kind.is_exact else "changes answers"
+    effect = "exact" if choice.is_exact else "changes answers"
     profile = choice.profile
     known = (
         f"{100 * profile.active_share:.1f} % active on {profile.num_tokens} tokens of the profile"
@@ -96,7 +129,9 @@ def sparsity_rows(
         return [ReportRow(section="compute", name="mlp_sparsity", value=value, why=known)]
     crossed = ", ".join(f"{100 * share:.0f} % at {num}" for num, share in costs.crossovers().items())
     value = f"{choice.sparsity}, {effect}; the CPU reads columns of active neurons, the GPU all"
-    why = f"{known}; measured: dense above {crossed or 'nothing'} tokens"
+    why = f"{known}; {how}: dense above {crossed or 'nothing'} tokens"
+    if choice.predictor is not None:
+        value += f"; which rows in front of it are computed says {choice.predictor.path.name}"
     if screens is not None:
         shares = ", ".join(f"{100 * screens.most_candidates(num):.0f} % at {num}" for num in screens.plain)
         value += "; rows in front of it are screened by 8-bit copies"

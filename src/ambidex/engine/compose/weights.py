@@ -19,7 +19,14 @@ from ambidex.mlp.host_lane import HostLane
 from ambidex.mlp.hot_neurons import AveragedNeurons, StaticNeurons
 from ambidex.mlp.neuron_cache import CachedLayer, NeuronCache
 from ambidex.mlp.rates import LaneRates, keep_whole, measure_rates
-from ambidex.mlp.sparse_rates import NO_COSTS, measure_costs, measure_screens, sparse_rates
+from ambidex.mlp.sparse_rates import (
+    NO_COSTS,
+    costs_of,
+    measure_costs,
+    measure_screens,
+    screen_costs_of,
+    sparse_rates,
+)
 from ambidex.mlp.sparse_side import SparseContext, SparsityCounts
 from ambidex.mlp.split_site import Level, WeightLanes
 from ambidex.models.base import CausalLM
@@ -58,6 +65,8 @@ class Divided:
             num_rows_read=counts.num_rows_read,
             num_screened=counts.num_screened,
             num_candidates=counts.num_candidates,
+            num_checked=counts.num_checked,
+            num_found=counts.num_found,
             cache=None if self.cache is None else self.cache.figures(),
         )
 
@@ -72,7 +81,8 @@ def load_model(
     shape_dummy: Callable[[CausalLM], None] | None = None,
 ) -> tuple[CausalLM, Divided | None]:
     device, dtype = choices.device, TORCH_DTYPES[choices.dtype]
-    linear = LinearContext(choices.threads if device.type == "cpu" else None)
+    tiles_from = choices.crossovers.tiles_from
+    linear = LinearContext(choices.threads if device.type == "cpu" else None, tiles_from=tiles_from)
     is_divided = choices.weights.placement is not None
     model = build_model(
         choices.spec,
@@ -85,7 +95,7 @@ def load_model(
     if choices.sparsity is not None:
         set_masks(model, choices.sparsity)
     divided = None
-    host_linear = linear if device.type == "cpu" else LinearContext(choices.threads)
+    host_linear = linear if device.type == "cpu" else LinearContext(choices.threads, tiles_from=tiles_from)
     if choices.weights.placement is not None:
         sizes = choices.weights.ring
         divided = DividedWeights(
@@ -134,7 +144,9 @@ def load_model(
             reads = expected_reads(
                 choices.spec, choices.sparsity.sparsity, choices.sparsity.profile, number_bytes=choices.dtype.num_bytes
             )
-            found = sparse_rates(divided.host_neurons(), sparse, active_share=share)
+            found = sparse_rates(
+                divided.host_neurons(), sparse, active_share=share, predictors=divided.host_predictors()
+            )
             rates = replace(rates, cpu=found, reads=reads.at(1))
             sparse.counts = SparsityCounts()
         sizes_in_dram = choices.weights.parts
@@ -182,9 +194,12 @@ def _make_cache(
 
 
 def _make_sparse(choices: Choices, divided: DividedWeights, linear: LinearContext) -> SparseContext | None:
-    """What the CPU's parts of MLPs share that leave out neurons, with costs as measured; None: there are none."""
+    """What the CPU's parts of MLPs share that leave out neurons, with costs as the machine's profile has them, or as
+    measured now with these weights; None: there are none."""
     if choices.sparsity is not None and choices.sparsity.sparsity.kind is SparsityKind.RELU_SCREENED:
         divided.make_screens()
+    if choices.sparsity is not None and choices.sparsity.predictor is not None:
+        divided.make_predictors(choices.sparsity.predictor)
     places = divided.host_neurons() if choices.sparsity is not None else []
     if not places:
         return None
@@ -197,11 +212,17 @@ def _make_sparse(choices: Choices, divided: DividedWeights, linear: LinearContex
         costs=NO_COSTS,
         picked=None if threads is None else PickedPool(threads),
     )
+    has_screens = any(screen is not None for _, _, screen in places)
+    known, row_bytes = choices.crossovers.neurons(choices.dtype), places[0][0].num_in * choices.dtype.num_bytes
+    if known is not None:
+        context.costs = costs_of(known, row_bytes)
+        context.screen_costs = screen_costs_of(known, row_bytes) if has_screens else None
+        return context
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     with torch.inference_mode():
         context.costs = measure_costs(places, context)
-        if any(screen is not None for _, _, screen in places):
+        if has_screens:
             context.screen_costs = measure_screens(places, context)
     torch.set_num_threads(before)
     context.counts = SparsityCounts()

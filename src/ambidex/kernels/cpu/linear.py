@@ -1,6 +1,6 @@
 """Native matrix products: weights are read where they lie, once for all tokens of a call, by all threads."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -40,6 +40,7 @@ class Matrices:
         except (TypeError, ValueError) as error:
             raise ShapeError(f"matrices: {error}") from error
         self.num_out = tuple(weight.shape[0] for weight in weights)
+        self.kind = formats[0]
         self._places = tuple(weight.data_ptr() for weight in weights)
         self._bias_places = tuple(bias is not None and bias.data_ptr() for bias in biases)
 
@@ -69,7 +70,12 @@ def _bind(weights: Sequence[Weight], biases: list[npt.NDArray[np.generic] | None
 
 LEAST_TILED_TOKENS: Final = 8
 """Measured on 16 cores with AMX, Q4_0 and Q4_K, 15 threads: tiles read 34 to 93 GB/s of weights for one token where
-vectors read 102 to 116; for 8 tokens 56 to 84 against 55 to 67, for 16 49 to 64 against 28 to 34."""
+vectors read 102 to 116; for 8 tokens 56 to 84 against 55 to 67, for 16 49 to 64 against 28 to 34. Where `ambidex
+calibrate` has measured the machine, its profile says it by format (`CpuRates.tiles_from`)."""
+TILED_KINDS: Final = ("Q4_0", "Q4_1", "Q4_K")
+"""Formats that AMX tiles multiply, too."""
+TilesFrom = int | None | Mapping[str, int | None]
+"""Tokens from which on they do; None: never. By format, or for all."""
 
 
 class LinearPool:
@@ -78,12 +84,13 @@ class LinearPool:
     Args:
         threads: who computes; calls with the same threads run one after the other.
         tiles_from: tokens of a call from which on 4-bit weights are multiplied in AMX tiles, if the processor has them;
-            each number of x is then one or two of bf16, off by at most 2^-16 of it. None: never.
+            each number of x is then one or two of bf16, off by at most 2^-16 of it. A format that is not among those
+            named has LEAST_TILED_TOKENS.
     Raises:
         NativeModuleError: the compiled module is missing or does not load.
     """
 
-    def __init__(self, threads: native.ThreadPool, *, tiles_from: int | None = LEAST_TILED_TOKENS) -> None:
+    def __init__(self, threads: native.ThreadPool, *, tiles_from: TilesFrom = LEAST_TILED_TOKENS) -> None:
         check_loaded()
         self._tiles_from = tiles_from
         self._vectors, self._tiles = (
@@ -112,7 +119,10 @@ class LinearPool:
         """
         ys = [memory.new_fp32((x.shape[0], num_out)) for num_out in matrices.num_out]
         memory.keep(matrices)
-        is_tiled = self._tiles_from is not None and x.shape[0] >= self._tiles_from
+        tiles_from = self._tiles_from
+        if isinstance(tiles_from, Mapping):
+            tiles_from = tiles_from.get(matrices.kind, LEAST_TILED_TOKENS)
+        is_tiled = tiles_from is not None and x.shape[0] >= tiles_from
         try:
             (self._tiles if is_tiled else self._vectors).multiply(
                 matrices.native, x.numpy(), ys, None if residual is None else residual.numpy(), isa=isa
