@@ -198,12 +198,9 @@ class EarlySteps:
         host.reset()
         what = f"a step of {num_rows} rows"
         with self._watch.watching(what, describe=host.describe, release=host.release) as step:
-            try:
+            with host.answering(plan.far, batches):
                 replay()
-            finally:
-                host.mark_launched()
-            step.mark_launched()
-            host.answer(plan.far, batches)
+                step.mark_launched()
 
     def _launch(self, num_rows: int, host: EarlyAnswers, plan: FixedPlan, batches: Sequence[KeyBatch] | None) -> None:
         """Run a step without a graph."""
