@@ -197,10 +197,12 @@ class EarlySteps:
     ) -> None:
         host.reset()
         what = f"a step of {num_rows} rows"
-        with self._watch.watching(what, describe=host.describe, release=host.release) as step:
-            with host.answering(plan.far, batches):
-                replay()
-                step.mark_launched()
+        with (
+            self._watch.watching(what, describe=host.describe, release=host.release) as step,
+            host.answering(plan.far, batches),
+        ):
+            replay()
+            step.mark_launched()
 
     def _launch(self, num_rows: int, host: EarlyAnswers, plan: FixedPlan, batches: Sequence[KeyBatch] | None) -> None:
         """Run a step without a graph."""

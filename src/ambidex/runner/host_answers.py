@@ -93,8 +93,8 @@ class HostAnswers:
                 handover.release()
 
     def answering(self, batches: Sequence[KeyBatch] | None) -> AbstractContextManager[None]:
-        """Do the CPU's part in another thread while the caller launches the step: a graph takes a millisecond to launch,
-        and the accelerator begins with it at once. One with weights in DRAM has so many launches that the driver takes
+        """Do the CPU's part in another thread while the caller launches the step: a graph takes up to a millisecond to
+        launch, and the accelerator begins at once. One with weights in DRAM has so many launches that the driver takes
         the last ones only when the accelerator has gone through the first, and these wait for answers.
 
         Raises:

@@ -13,8 +13,8 @@ is not launched yet, neither would go on. So a step that may load kernels, the f
 copies stand in the accelerator's own stream, and nobody waits for a word. Nor are copies launched that wait for a step
 which the driver has not taken yet: a stream that waits takes so many launches (about a thousand, and a layer of many
 requests may have hundreds), then the next one holds up its thread, which must not be what the step's launch waits for.
-Nor must the step's launch wait for them for ever: one that takes long may do so, and they are launched then. Few copies
-of a step whose like was launched before are not held back: a graph takes half a millisecond to launch and begins at once.
+Nor must the step's launch wait for them for ever: one that takes long may do so, and they are launched then. Few
+copies of a step whose like was launched before are not held back: a graph begins half a millisecond before it is taken.
 """
 
 import ctypes
