@@ -106,6 +106,15 @@ def test_near_rows_of_a_policy_stand_in_the_ledger_of_the_accelerator() -> None:
     assert in_dram["rows"] == memory.max_kept_rows * (2 * 2 * 2 * 16 * 2 + SCORE_BUFFERS * 4 * 2)
 
 
+def test_graphs_of_each_mode_of_a_policy_stand_in_the_ledger() -> None:
+    config = EngineConfig(model="any", policy=PolicyName.HYBRIDGEN)
+    one, two = (
+        fixed_bytes(config, SPEC, activations=DType.BF16, graph_buckets=(1, 2, 4), graph_modes=num_modes).graphs
+        for num_modes in (1, 2)
+    )
+    assert two - one == 3 * BYTES_PER_GRAPH
+
+
 def test_an_accelerator_without_room_for_near_rows_is_refused_with_their_size() -> None:
     rows = KeptRows(num_layers=2, num_kv_heads=2, head_dim=16, number_bytes=2, num_q_heads=4, num_near=100_000)
     config = EngineConfig(model="any", gpu_memory=40 * MIB, max_context_len=512, policy=PolicyName.HYBRIDGEN)

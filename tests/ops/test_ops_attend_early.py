@@ -65,6 +65,7 @@ class Parts:
             "far_num": [far for far, _, _ in self.requests],
             "num_selected": [selected for _, selected, _ in self.requests],
             "score_first": firsts,
+            "k_address": [0] * len(self.requests),
             "v_address": [v.data_ptr() for v in self.v],
             "capacity": [v.shape[2] for v in self.v],
         }

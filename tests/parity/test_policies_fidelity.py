@@ -243,8 +243,7 @@ def test_fixed_steps_give_what_the_definition_gives(tiny: TinyModel, case: str, 
     world.add("a", tokens, num_prompt=NUM_PROMPT)
     hidden = world.run("a", chunks=[NUM_PROMPT])
     assert (hidden - naive.hidden).abs().max() / naive.hidden.abs().max() < 1e-4
-    has_form = options.get("hybridgen_mode") != "pre" and options["exact_layers"] == 1
-    assert world.num_fixed == (num_fixed if has_form else 0)
+    assert world.num_fixed == (num_fixed if options["exact_layers"] == 1 else 0)
 
 
 @pytest.mark.parametrize("feedback", ["mode", "full"])

@@ -4,6 +4,7 @@
     far keys    in host memory, scored by the CPU a layer ahead (`EarlyScores`)     ├ one softmax, values added up
                 the K best of each KV head: their rows of V come over the link      ┘
 
+In mode pre the CPU scores nothing: partial keys on the accelerator choose, and rows of K of the chosen keys come, too.
 What is selected and what it weighs is as `select/hybridgen.py` has it; steps of other forms answer each query by
 itself, with a mask over all keys. Here there is no mask, and the host waits for nothing but the CPU's scores. Layers
 that do not look ahead attend all keys exactly, each tier by its lane.
@@ -21,6 +22,7 @@ from ambidex.attention.early_scores import EarlyScores
 from ambidex.attention.fixed_scores import FarRows
 from ambidex.attention.near_rows import Angles, NearRows
 from ambidex.attention.row_store import RowStore, take_rows
+from ambidex.attention.select.partial_keys import PartialKeys, PartialSelector
 from ambidex.attention.select.policy import DecodeRow, FarSelector, Selector
 from ambidex.attention.tiered import TieredAttention
 from ambidex.attention.transfer_clock import TransferClock
@@ -62,11 +64,12 @@ class EarlyWork(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedPlan:
-    """A step of fixed form, whose rows are ready: what the CPU scores, and the numbers of its requests for
-    `EarlyInputs`."""
+    """A step of fixed form, whose rows are ready: what the CPU scores, if it does; and for `EarlyInputs` the numbers of
+    its requests, and by layer the partial keys by which they choose, if they do."""
 
     far: FarRows
     numbers: Mapping[str, Sequence[int]]
+    partial: Mapping[int, Sequence[PartialKeys]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,13 +213,13 @@ class EarlyDecode:
         self, requests: Sequence[ScheduledRequest], works: Sequence[EarlyWork], *, max_far: int
     ) -> FixedPlan | None:
         """Prepare for a step of fixed form, if the step has it: one new token each, behind the prompt, and layers that
-        look ahead, whose selectors choose by scores of all far keys.
+        look ahead.
 
         Args:
             max_far: far keys of all requests together, at most.
         Returns:
             None if it has not, or there is no memory for rows: then nothing has changed.
-        Cost: as `begin`.
+        Cost: as `begin`; the first step in mode pre behind others brings what partial keys lack.
         """
         if any(work.num_prompt_rows or work.num_rows != 1 for work in works):
             return None
@@ -225,25 +228,29 @@ class EarlyDecode:
             return None
         far = [cast("FarSelector", work.selectors[first]) for work in works]
         num_far = [selector.num_far(work.start + 1) for selector, work in zip(far, works, strict=True)]
-        if sum(num_far) > max_far or not all(selector.scores_all for selector in far):
+        if sum(num_far) > max_far:
             return None
+        is_scored = far[0].scores_all
+        assert all(selector.scores_all is is_scored for selector in far), "all requests are in one mode"
         rows = self._prepare_rows(works)
         if rows is None:
             return None
         self._clear()
         self._works, self._rows = works, rows
         self.near.begin(requests, rows)
+        partial = {} if is_scored else {layer: self._extend_partial(layer) for layer in range(first, self._num_layers)}
         num_selected = [min(selector.num_selected, num) for selector, num in zip(far, num_far, strict=True)]
         num_layers = self._num_layers - first
         for work, num, chosen in zip(works, num_far, num_selected, strict=True):
             num_near = work.start + 1 - num
             self.num_rows[0] += num_layers * 2 * self._shape[0] * num_near
-            self.num_rows[1] += num_layers * self._shape[0] * (chosen + num)
+            self.num_rows[1] += num_layers * self._shape[0] * (chosen + (num if is_scored else chosen))
             self.num_visible += self._spec.num_q_heads * self._num_layers * (work.start + 1)
             self.num_attended += self._spec.num_q_heads * (first * (work.start + 1) + num_layers * (chosen + num_near))
         places = range(len(works))
         return FixedPlan(
-            far=FarRows(rows, num_far, first),
+            far=FarRows(rows, num_far, first, is_scored=is_scored),
+            partial=partial,
             numbers={
                 "near_slots": [self.near.place(row, works[row].start) for row in places],
                 "near_first": [self.near.place(row, num_far[row]) for row in places],
@@ -251,10 +258,21 @@ class EarlyDecode:
                 "far_num": num_far,
                 "num_selected": num_selected,
                 "score_first": [self._spec.num_q_heads * sum(num_far[:row]) for row in places],
+                "k_address": [part.k.data_ptr() for part in rows],
                 "v_address": [part.v.data_ptr() for part in rows],
                 "capacity": [part.capacity for part in rows],
             },
         )
+
+    def _extend_partial(self, layer_idx: int) -> list[PartialKeys]:
+        """The partial keys of each request in a layer, those of all older keys, with room for that of its new one."""
+        found = []
+        for row, work in enumerate(self._works):
+            selector = cast("PartialSelector", work.selectors[layer_idx])
+            self._tell_missing(layer_idx, row, selector)
+            found.append(selector.extend_partial())
+            self.num_bytes += found[-1].num_bytes
+        return found
 
     def finish_fixed(self, read_times: Callable[[], StageTimes] | None) -> None:
         """Launch: the step that was planned has been launched; keep its rows.
@@ -378,6 +396,13 @@ class EarlyDecode:
 
     def _tell_rows(self, layer_idx: int, row: int, selector: FarSelector) -> None:
         """Tell a selector of the rows that it has not been told of, the step's own last."""
+        start = self._works[row].start
+        self._tell_missing(layer_idx, row, selector)
+        new_k, new_v = self.near.rows(layer_idx, row, start, start + 1)
+        selector.add_rows(new_k.float(), new_v.float())
+
+    def _tell_missing(self, layer_idx: int, row: int, selector: FarSelector) -> None:
+        """Tell a selector of the rows in host memory that it has not been told of."""
         start, rows = self._works[row].start, self._rows[row]
         first = selector.first_missing(start + 1)
         if first < start:
@@ -385,8 +410,6 @@ class EarlyDecode:
             with self._clock.measure(), self._store.home.copying(KVPart.K, layer_idx, num_bytes):
                 missing = rows.k_there[layer_idx, :, first:start].to(self._device).float()
             selector.add_rows(missing, rows.v_there[layer_idx, :, first:start])
-        new_k, new_v = self.near.rows(layer_idx, row, start, start + 1)
-        selector.add_rows(new_k.float(), new_v.float())
 
     def _answer(
         self,

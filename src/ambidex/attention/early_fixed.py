@@ -1,6 +1,13 @@
-"""`EarlyAttention`: the attention of a decode step of fixed form under HybridGen; its keys: see `early_decode.py`."""
+"""`EarlyAttention`: the attention of a decode step of fixed form under HybridGen; its keys: see `early_decode.py`.
 
-from contextlib import nullcontext
+    ScoredFar     the CPU scores all far keys with the early query, a layer ahead; the accelerator chooses by that
+    PredictedFar  the accelerator chooses by partial keys, and scores what it chose itself, with the early query, too
+
+Layers that do not look ahead attend all keys.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from torch import Tensor
@@ -9,7 +16,7 @@ from ambidex.attention.fixed_scores import FixedScores
 from ambidex.attention.near_rows import Angles, NearRows
 from ambidex.core.model_spec import ModelSpec
 from ambidex.kernels import api
-from ambidex.kernels.early_rows import EarlyRows
+from ambidex.kernels.early_rows import EarlyRows, PartialRows
 from ambidex.storage.lane_clock import LaneClock, Part
 
 
@@ -25,18 +32,94 @@ class ExactAttention(Protocol):
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, angles: Angles | None = None) -> Tensor: ...
 
 
+class FarSide(Protocol):
+    """How far keys of layers that look ahead are chosen and attended, beside the near ones."""
+
+    def send(self, layer_idx: int, early: Tensor) -> None:
+        """Launch: take in the rotated early queries [B, Hq, D] of a layer."""
+        ...
+
+    def attend(self, layer_idx: int, q: Tensor, near_k: Tensor, near_v: Tensor) -> Tensor:
+        """Attend near keys and chosen far ones, with rotated queries [B, Hq, D]; near rows: see `api.attend_early`."""
+        ...
+
+
+class ScoredFar:
+    """Far keys that the CPU scores.
+
+    Args:
+        scores: the way to the CPU.
+        rows: the requests of a step of B rows.
+        scale: factor of q·k.
+        clock: is told for how long scores and rows are on their way and added up; None: nobody is.
+    """
+
+    def __init__(self, scores: FixedScores, rows: EarlyRows, *, scale: float, clock: LaneClock | None) -> None:
+        self._scores = scores
+        self._rows = rows
+        self._scale = scale
+        self._clock = clock
+
+    def send(self, layer_idx: int, early: Tensor) -> None:
+        self._scores.send(layer_idx, early)
+
+    def attend(self, layer_idx: int, q: Tensor, near_k: Tensor, near_v: Tensor) -> Tensor:
+        scores = self._scores.receive(layer_idx)
+        with _copying(self._clock):
+            return api.attend_early(q, near_k, near_v, scores, self._rows, layer_idx=layer_idx, scale=self._scale)
+
+
+class PredictedFar:
+    """Far keys that partial keys predict.
+
+    Args:
+        partial: gives the partial keys of a layer.
+        max_far: far keys of a step, at most.
+        clock: is told for how long rows are on their way and added up; None: nobody is.
+    Others as `ScoredFar`.
+    """
+
+    def __init__(
+        self,
+        partial: Callable[[int], PartialRows],
+        rows: EarlyRows,
+        *,
+        max_far: int,
+        scale: float,
+        clock: LaneClock | None,
+    ) -> None:
+        self._partial = partial
+        self._rows = rows
+        self._max_far = max_far
+        self._scale = scale
+        self._clock = clock
+        self._early: dict[int, Tensor] = {}
+
+    def send(self, layer_idx: int, early: Tensor) -> None:
+        self._early[layer_idx] = early
+
+    def attend(self, layer_idx: int, q: Tensor, near_k: Tensor, near_v: Tensor) -> Tensor:
+        early = self._early.pop(layer_idx)
+        cut = api.predict_far(
+            early, near_k, self._rows, self._partial(layer_idx), max_far=self._max_far, scale=self._scale
+        )
+        with _copying(self._clock):
+            return api.attend_predicted(
+                q, early, near_k, near_v, cut, self._rows, layer_idx=layer_idx, scale=self._scale
+            )
+
+
 class EarlyAttention:
     """What `models.base.AttentionOp` asks for, for one new token a row; its launches do not depend on the context.
 
     Args:
-        spec: layers and head_dim (the scale is head_dim ** -0.5).
+        spec: layers.
         exact: for layers that do not look ahead.
         near: near rows of all requests.
         rows: the requests of a step of B rows.
         look_ahead: makes the early queries.
-        scores: the way to the CPU.
+        far: for layers that look ahead.
         first_layer: that looks ahead.
-        clock: is told for how long scores and rows are on their way and added up; None: nobody is.
     """
 
     def __init__(
@@ -46,23 +129,20 @@ class EarlyAttention:
         near: NearRows,
         rows: EarlyRows,
         look_ahead: LookAhead,
-        scores: FixedScores,
+        far: FarSide,
         *,
         first_layer: int,
-        clock: LaneClock | None = None,
     ) -> None:
         self._num_layers = spec.num_layers
-        self._scale = spec.head_dim**-0.5
         self._exact = exact
         self._near = near
         self._rows = rows
         self._look_ahead = look_ahead
-        self._scores = scores
+        self._far = far
         self._first_layer = first_layer
-        self._clock = clock
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, angles: Angles | None = None) -> Tensor:
-        """Rotate q and k, put k and v among the near rows, have the CPU score the next layer's far keys, and attend.
+        """Rotate q and k, put k and v among the near rows, send the next layer's early queries, and attend.
 
         Args:
             q: [B, Hq, D]; k, v: [B, Hkv, D], on the accelerator, in the dtype of its pool.
@@ -78,9 +158,11 @@ class EarlyAttention:
         if self._first_layer <= following < self._num_layers:
             early = self._look_ahead.ahead(layer_idx)
             assert early is not None, "the layer's input has been seen"
-            self._scores.send(following, early if angles is None else api.rotate(early, *angles))
+            self._far.send(following, early if angles is None else api.rotate(early, *angles))
         if layer_idx < self._first_layer:
             return self._exact.attend(layer_idx, q, k, v, angles=angles)
-        scores = self._scores.receive(layer_idx)
-        with self._clock.span(Part.COPY) if self._clock is not None else nullcontext():
-            return api.attend_early(turned, near_k, near_v, scores, self._rows, layer_idx=layer_idx, scale=self._scale)
+        return self._far.attend(layer_idx, turned, near_k, near_v)
+
+
+def _copying(clock: LaneClock | None) -> AbstractContextManager[None]:
+    return clock.span(Part.COPY) if clock is not None else nullcontext()

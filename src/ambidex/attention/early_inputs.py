@@ -1,13 +1,15 @@
-"""`EarlyInputs`: what a step of fixed form with early scores reads of its requests, at fixed places in memory."""
+"""`EarlyInputs`: what a step of fixed form with early queries reads of its requests, at fixed places in memory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 import torch
 
-from ambidex.kernels.early_rows import EarlyRows
+from ambidex.attention.select.partial_keys import PartialKeys
+from ambidex.kernels.early_rows import EarlyRows, PartialRows
 
 _NAMES = tuple(item.name for item in fields(EarlyRows))
+_PARTIAL_NAMES = ("rows_address", "turn_address", "capacity")
 _PADDING = {"near_slots": -1}
 """What padding has; 0 otherwise."""
 _ALIGNED_ROWS = 2
@@ -18,12 +20,13 @@ class EarlyInputs:
     """The buffers of all steps of at most `max_rows` rows; steps of different sizes share them.
 
     Args:
+        num_layers: of the model; each may have partial keys.
         device: where the step runs; on CUDA the host's side is pinned.
     """
 
-    def __init__(self, *, max_rows: int, device: torch.device) -> None:
+    def __init__(self, *, max_rows: int, num_layers: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
-        shape = (len(_NAMES), -(-max_rows // _ALIGNED_ROWS) * _ALIGNED_ROWS)
+        shape = (len(_NAMES) + num_layers * len(_PARTIAL_NAMES), -(-max_rows // _ALIGNED_ROWS) * _ALIGNED_ROWS)
         self._host = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)
         self._device = torch.zeros(shape, dtype=torch.int64, device=device)
         self._arrays = self._host.numpy()  # the same memory
@@ -33,21 +36,44 @@ class EarlyInputs:
     def device(self, num_rows: int) -> EarlyRows:
         """What a step of `num_rows` rows reads; views that stay where they are."""
         if num_rows not in self._rows:
-            parts = dict(zip(_NAMES, self._device[:, :num_rows], strict=True))
+            parts = dict(zip(_NAMES, self._device[: len(_NAMES), :num_rows], strict=True))
             self._rows[num_rows] = EarlyRows(**parts)
         return self._rows[num_rows]
 
-    def send(self, num_rows: int, numbers: Mapping[str, Sequence[int]]) -> None:
+    def partial(self, num_rows: int, layer_idx: int, num_columns: int) -> PartialRows:
+        """What it reads of the partial keys of a layer, which have so many columns; views, likewise."""
+        first = _first_partial(layer_idx)
+        tables = self._device[first : first + len(_PARTIAL_NAMES), :num_rows]
+        return PartialRows(**dict(zip(_PARTIAL_NAMES, tables, strict=True)), num_columns=num_columns)
+
+    def send(
+        self,
+        num_rows: int,
+        numbers: Mapping[str, Sequence[int]],
+        partial: Mapping[int, Sequence[PartialKeys]],
+    ) -> None:
         """Bring the numbers of a step's requests to the device, with padding up to `num_rows`.
 
+        Args:
+            partial: by layer, of each request; empty: the step reads none.
         Cost: one small copy; waits for the last one.
         """
         if self._sent is not None:
             self._sent.synchronize()
-        for array, name in zip(self._arrays, _NAMES, strict=True):
+        for array, name in zip(self._arrays[: len(_NAMES)], _NAMES, strict=True):
             values = numbers[name]
             array[: len(values)] = values
             array[len(values) : num_rows] = _PADDING.get(name, 0)
+        for layer_idx, kept in partial.items():
+            first = _first_partial(layer_idx)
+            tables = self._arrays[first : first + len(_PARTIAL_NAMES)]
+            tables[:, len(kept) : num_rows] = 0
+            for row, (rows, turn) in enumerate(keys.buffers for keys in kept):
+                tables[:, row] = rows.data_ptr(), turn.data_ptr(), rows.shape[1]
         self._device.copy_(self._host, non_blocking=True)
         if self._sent is not None:
             self._sent.record()
+
+
+def _first_partial(layer_idx: int) -> int:
+    return len(_NAMES) + layer_idx * len(_PARTIAL_NAMES)

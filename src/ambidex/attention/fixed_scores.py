@@ -10,6 +10,7 @@ i + 2 only after it has read the scores of layer i. Words are one a layer, and 0
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -27,11 +28,16 @@ from ambidex.storage.words import WAIT_LIMIT_S, HostWords, StepFence, StreamWord
 
 @dataclass(frozen=True, slots=True)
 class FarRows:
-    """Rows in host memory of a step's requests, and how many of them are far; first layer that is scored."""
+    """Rows in host memory of a step's requests, and how many of them are far; first layer that looks ahead, and whether
+    the CPU scores these rows."""
 
     rows: Sequence[HostRows]
     num_far: Sequence[int]
     first_layer: int
+    is_scored: bool
+
+
+_NO_ROWS: Final = FarRows((), (), 0, is_scored=False)
 
 
 class FixedScores:
@@ -73,7 +79,7 @@ class FixedScores:
         if clock is not None:
             self._words = TimedWords(self._words, clock)
         self._fence = StepFence(is_cuda=is_cuda)
-        self._far = FarRows((), (), 0)
+        self._far = _NO_ROWS
         self._asked: dict[int, int] = {}
         self.cpu_s = 0.0
         """Seconds of scoring since `reset`."""
@@ -139,7 +145,7 @@ class FixedScores:
         been ended, so it takes no longer than they."""
         while self._asked:
             self._early.thread.wait(self._asked.popitem()[1])
-        self._far = FarRows((), (), 0)
+        self._far = _NO_ROWS
 
     def release(self) -> None:
         """End all waits: what was not launched will never ask, and what is not answered gives something worthless."""

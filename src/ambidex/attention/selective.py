@@ -251,9 +251,11 @@ class SelectiveAttention:
 
     @property
     def fixed_lane_bytes(self) -> dict[Lane, int]:
-        """Bytes that a step of fixed form read in layers that look ahead."""
+        """Bytes that a step of fixed form read in layers that look ahead; see `lane_bytes`."""
         assert self._early is not None, "a step was planned"
-        return self._rows.bytes_of(self._early.num_rows)
+        read = dict(self._rows.bytes_of(self._early.num_rows))
+        read[Lane.GPU] = read.get(Lane.GPU, 0) + self._early.num_bytes
+        return read
 
     def attend(
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, angles: tuple[Tensor, Tensor] | None = None

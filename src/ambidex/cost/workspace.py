@@ -29,19 +29,20 @@ def workspace_bytes(spec: ModelSpec, *, max_tokens: int, max_rows: int, max_cont
     return max_tokens * _activation_bytes(spec, num_bytes) + logits + gathered
 
 
-def graph_bytes(spec: ModelSpec, buckets: Sequence[int], *, num_bytes: int) -> int:
+def graph_bytes(spec: ModelSpec, buckets: Sequence[int], *, num_bytes: int, num_modes: int = 1) -> int:
     """Bytes that decode steps captured as graphs hold besides the workspace; 0 without buckets.
 
     Args:
         buckets: numbers of rows of the steps, ascending.
         num_bytes: bytes of a number in the compute format.
+        num_modes: modes of a policy, each with graphs of its own.
     Formula: activations of the largest step, whose memory the smaller ones share, its logits in the compute format,
     twice in fp32, and an allowance for each graph.
     """
     if not buckets:
         return 0
     logits = spec.vocab_size * (num_bytes + 2 * 4)
-    return buckets[-1] * (_activation_bytes(spec, num_bytes) + logits) + len(buckets) * BYTES_PER_GRAPH
+    return buckets[-1] * (_activation_bytes(spec, num_bytes) + logits) + num_modes * len(buckets) * BYTES_PER_GRAPH
 
 
 def _activation_bytes(spec: ModelSpec, num_bytes: int) -> int:

@@ -75,14 +75,12 @@ def choose_predictor_state(spec: ModelSpec, settings: PolicySettings) -> Predict
     )
 
 
-def why_no_early_steps(config: EngineConfig, settings: PolicySettings, kv: Mapping[Tier, KVSpec]) -> str | None:
+def why_no_early_steps(config: EngineConfig, kv: Mapping[Tier, KVSpec]) -> str | None:
     """Why decode steps of HybridGen have no fixed form; None if they may have it.
 
     Args:
         kv: the KV cache as each tier keeps it.
     """
-    if settings.hybridgen_mode is HybridGenMode.PRE and settings.hybridgen_feedback is HybridGenFeedback.OFF:
-        return "in mode pre the accelerator scores what it has selected itself"
     if config.dram_memory == 0:
         return "no rows are kept in host memory: `dram_memory` is 0"
     if len({tier.dtypes for tier in kv.values()}) != 1 or kv[Tier.DRAM].dtype.has_scales:

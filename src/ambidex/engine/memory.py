@@ -99,6 +99,7 @@ def fixed_bytes(
     *,
     activations: DType,
     graph_buckets: Sequence[int] = (),
+    graph_modes: int = 1,
     stream: StreamBuffers | None = None,
     rows: KeptRows | None = None,
     hot: int = 0,
@@ -109,6 +110,7 @@ def fixed_bytes(
     Args:
         activations: the format that is computed in.
         graph_buckets: rows of the decode steps that are captured as graphs; empty: none are.
+        graph_modes: modes of a policy, each with graphs of its own.
         stream: buffers of the stream lane; None: there is none.
         rows: what a policy keeps of K and V beside the blocks; None: nothing.
         hot: bytes of the buffers for copies of hot blocks.
@@ -124,7 +126,7 @@ def fixed_bytes(
     )
     return FixedBytes(
         workspace=workspace,
-        graphs=graph_bytes(spec, graph_buckets, num_bytes=activations.num_bytes),
+        graphs=graph_bytes(spec, graph_buckets, num_bytes=activations.num_bytes, num_modes=graph_modes),
         streamed=stream.num_bytes if stream is not None else 0,
         near_rows=rows.gpu_bytes(most_rows, max_context_len) if rows is not None else 0,
         hot=hot,

@@ -1,9 +1,9 @@
 """The only door to the ops: each function checks its tensors, chooses an implementation and calls it.
 
 Letters: T tokens of the step, S keys, Hq and Hkv heads, D head_dim, N blocks of a pool, P tokens of a block. All ops
-are pure functions of their tensors except `store_rows` and `rotate_and_store`; none synchronises with a device, except
-the references of `attend_paged`, `attend_scanned` and `attend_early`. Kernels in Triton are imported when one is
-chosen: a machine without it runs the rest.
+are pure functions of their tensors except `store_rows`, `rotate_and_store` and `predict_far`; none synchronises with a
+device, except the references of `attend_paged`, `attend_scanned`, `attend_early` and `attend_predicted`. Kernels in
+Triton are imported when one is chosen: a machine without it runs the rest.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from ambidex.core.errors import ShapeError
 from ambidex.kernels.cpu import memory, native
 from ambidex.kernels.cpu import rows as native_rows
 from ambidex.kernels.dispatch import choose
-from ambidex.kernels.early_rows import EarlyRows
+from ambidex.kernels.early_rows import EarlyRows, FarCut, PartialRows
 from ambidex.kernels.reference import activation, chosen, early, kv_store, kv_tiles, paged, quantize, rope, scanned
 from ambidex.kernels.reference import attention as reference_attention
 from ambidex.kernels.reference import merge as reference_merge
@@ -312,13 +312,85 @@ def attend_early(
     )  # fmt: skip
     check_alike(q=q, near_k=near_k, near_v=near_v)
     _check_pools(near_k, near_v)
-    if q.shape[1] % near_k.shape[0]:
-        raise ShapeError(f"q: expected a multiple of {near_k.shape[0]} heads, got {q.shape[1]}")
+    _check_groups("q", q, near_k)
     if choose("attend_early", q.device.type).name == "triton":
         from ambidex.kernels.triton import attend_early as triton_early
 
         return triton_early.attend_early(q, near_k, near_v, scores, rows, layer_idx=layer_idx, scale=scale)
     return early.attend_early(q, near_k, near_v, scores, rows, layer_idx=layer_idx, scale=scale)
+
+
+def predict_far(
+    early_q: Tensor, near_k: Tensor, rows: EarlyRows, partial: PartialRows, *, max_far: int, scale: float
+) -> FarCut:
+    """Choose far keys of each request by partial keys: of each KV head so many with the largest predicted score of its
+    query heads, of equal ones the earlier. The step's own key, which lies among the near rows, becomes the partial key
+    behind all others.
+
+    Args:
+        early_q: [B, Hq, D], in the dtype of near rows; query head h reads KV head h // (Hq / Hkv).
+        near_k: [Hkv, S, R, D], one layer of near rows of S requests, contiguous but for the first axis.
+        rows: of each request, on the device; `partial` those of one layer, with room for one more. NOTE: numbers that
+            point elsewhere are not found out.
+        max_far: far keys of all requests, at most.
+        scale: factor of q·k.
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+        InternalError: there is nothing but the reference, and it cannot read the device's memory.
+    Cost: reads the partial keys once. Launches as those of `attend_early`; takes 4 bytes a key and KV head.
+    """
+    check_shapes(
+        early_q=(early_q, "B Hq D"), near_k=(near_k, "Hkv S R D"), near_slots=(rows.near_slots, "B"),
+        near_num=(rows.near_num, "B"), far_num=(rows.far_num, "B"), num_selected=(rows.num_selected, "B"),
+        score_first=(rows.score_first, "B"), rows_address=(partial.rows_address, "B"),
+        turn_address=(partial.turn_address, "B"), capacity=(partial.capacity, "B"),
+    )  # fmt: skip
+    check_alike(early_q=early_q, near_k=near_k)
+    _check_pools(near_k, near_k)
+    _check_groups("early_q", early_q, near_k)
+    if choose("predict_far", early_q.device.type).name == "triton":
+        from ambidex.kernels.triton import attend_predicted as triton_predicted
+
+        return triton_predicted.predict_far(early_q, near_k, rows, partial, max_far=max_far, scale=scale)
+    return early.predict_far(early_q, near_k, rows, partial, max_far=max_far, scale=scale)
+
+
+def attend_predicted(
+    q: Tensor, early_q: Tensor, near_k: Tensor, near_v: Tensor, cut: FarCut, rows: EarlyRows, *, layer_idx: int,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """Attend with one query of each request over all its near keys, and over the far ones that `predict_far` chose,
+    with the scores that an early query gives these.
+
+    Args:
+        q, early_q: [B, Hq, D], in the dtype of near rows; query head h reads KV head h // (Hq / Hkv).
+        near_k, near_v: [Hkv, S, R, D], one layer of near rows of S requests, contiguous but for the first axis.
+        cut: which far keys are chosen.
+        rows: of each request, on the device. NOTE: as in `attend_early`.
+        layer_idx: of the rows of K and V that are read.
+        scale: factor of q·k.
+    Returns:
+        [B, Hq, D] in the dtype of q; 0 for a request without keys.
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+    Cost: reads the near rows, and of K and V the chosen rows, once. Launches as those of `attend_early`.
+    """
+    check_shapes(
+        q=(q, "B Hq D"), early_q=(early_q, "B Hq D"), near_k=(near_k, "Hkv S R D"), near_v=(near_v, "Hkv S R D"),
+        order=(cut.order, "n"), bounds=(cut.bounds, "B Hkv two"), near_first=(rows.near_first, "B"),
+        near_num=(rows.near_num, "B"), far_num=(rows.far_num, "B"), score_first=(rows.score_first, "B"),
+        k_address=(rows.k_address, "B"), v_address=(rows.v_address, "B"), capacity=(rows.capacity, "B"),
+    )  # fmt: skip
+    check_alike(q=q, early_q=early_q, near_k=near_k, near_v=near_v)
+    _check_pools(near_k, near_v)
+    _check_groups("q", q, near_k)
+    if choose("attend_predicted", q.device.type).name == "triton":
+        from ambidex.kernels.triton import attend_predicted as triton_predicted
+
+        return triton_predicted.attend_predicted(
+            q, early_q, near_k, near_v, cut, rows, layer_idx=layer_idx, scale=scale
+        )
+    return early.attend_predicted(q, early_q, near_k, near_v, cut, rows, layer_idx=layer_idx, scale=scale)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -557,6 +629,11 @@ def _check_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     check_shapes(x=(x, "T H D"), cos=(cos, "T dim/2"), sin=(sin, "T dim/2"))
     if 2 * cos.shape[1] > x.shape[2]:
         raise ShapeError(f"{cos.shape[1]} angles turn {2 * cos.shape[1]} numbers, but a head has {x.shape[2]}")
+
+
+def _check_groups(name: str, q: Tensor, near_k: Tensor) -> None:
+    if q.shape[1] % near_k.shape[0]:
+        raise ShapeError(f"{name}: expected a multiple of {near_k.shape[0]} heads, got {q.shape[1]}")
 
 
 def _check_pools(k_pool: Tensor, v_pool: Tensor) -> None:

@@ -1,4 +1,5 @@
-"""`EarlyRows`: what `attend_early` reads of each request, on the device."""
+"""What steps of fixed form with early queries read of each request on the device: `EarlyRows`, `PartialRows`; and which
+far keys were chosen: `FarCut`."""
 
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ class EarlyRows:
         near_first: where its near keys begin there, side by side; `near_num`: how many there are.
         far_num: its far keys; `num_selected`: how many of them each KV head chooses, at most.
         score_first: where its scores [Hkv, G, far_num] begin.
-        v_address: of its rows of V [L, Hkv, capacity, D], which the device can read; a multiple of 16.
+        k_address, v_address: of its rows of K and V [L, Hkv, capacity, D], which the device can read; multiples of 16.
         capacity: of these rows.
     """
 
@@ -24,5 +25,36 @@ class EarlyRows:
     far_num: Tensor
     num_selected: Tensor
     score_first: Tensor
+    k_address: Tensor
     v_address: Tensor
     capacity: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialRows:
+    """Partial keys of a step's requests in one layer, in fp32 on the device; each [B] int64. Padding has 0.
+
+    Attributes:
+        rows_address: of its rows [Hkv, capacity, d]; a multiple of 16.
+        turn_address: of what turns a query or a key into d columns, [Hkv, D, d]; a multiple of 16.
+        capacity: of these rows.
+        num_columns: d.
+    """
+
+    rows_address: Tensor
+    turn_address: Tensor
+    capacity: Tensor
+    num_columns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FarCut:
+    """Which far keys each KV head chooses: those above its cut, and of those at it the first ones.
+
+    Attributes:
+        order: [n] int32, in the order of the scores; of each request [Hkv, far], from `score_first` / (Hq / Hkv) on.
+        bounds: [B, Hkv, 2] int32: the cut, and the place before which keys at it are chosen.
+    """
+
+    order: Tensor
+    bounds: Tensor

@@ -12,7 +12,8 @@ from ambidex.storage.lane_thread import beside
 
 
 class EarlyAnswers:
-    """The CPU's part of a step: attention over keys in DRAM in the layers that attend all, scores in the others.
+    """The CPU's part of a step: attention over keys in DRAM in the layers that attend all, and scores in the others, if
+    keys are chosen by them.
 
     Args:
         scores: of far keys.
@@ -46,7 +47,7 @@ class EarlyAnswers:
         """Do the CPU's part of a step that was launched, in the calling thread and that which scores.
 
         Args:
-            far: keys that are scored.
+            far: keys that are scored, or not.
             batches: the keys of each layer in the DRAM pool; None: there are none.
         Raises:
             LaneError: the accelerator did not ask in time. Its waits are ended all the same, so the step runs out; what
@@ -54,8 +55,9 @@ class EarlyAnswers:
         """
         is_done = False
         try:
-            self.scores.begin(far)
-            for layer_idx in range(self._num_layers):
+            if far.is_scored:
+                self.scores.begin(far)
+            for layer_idx in range(self._num_layers if far.is_scored else far.first_layer):
                 if layer_idx >= far.first_layer:
                     self.scores.answer(layer_idx)
                 elif self.keys is not None and batches is not None:

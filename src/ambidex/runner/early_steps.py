@@ -1,12 +1,13 @@
 """`EarlySteps`: decode steps of HybridGen in a few fixed sizes (buckets), each captured once as a CUDA graph.
 
-A step has this form if each request has one new token whose block lies on the accelerator, and its far keys are chosen
-by scores of all of them (`attention/early_decode.py`). How many there are, how many are chosen and where rows lie is
-read on the device, so that neither a longer context nor another number of selected keys needs another graph.
+A step has this form if each request has one new token whose block lies on the accelerator
+(`attention/early_decode.py`). How many far keys there are, how many are chosen and where rows lie is read on the
+device, so that neither a longer context nor another number of selected keys needs another graph. Each mode has graphs
+of its own.
 
     accelerator   one graph, with its waits for words of pinned memory (`attention/early_fixed.py`)
     CPU           behind its launch, layer after layer: attention over keys in DRAM in the layers that attend all,
-                  scores of far keys in the others (`runner/early_answers.py`)
+                  scores of far keys in the others, in mode post (`runner/early_answers.py`)
 
 As in `graphs.py` the first step of a bucket is rehearsed without the CPU's answers, so that no lane waits for a
 compiler, then computed, then captured; if capturing fails, graphs are given up with one warning, and every step takes
@@ -23,7 +24,7 @@ import torch
 from ambidex.attention.decode_batch import DecodeBatch
 from ambidex.attention.decode_inputs import DecodeInputs
 from ambidex.attention.early_decode import FixedPlan
-from ambidex.attention.early_fixed import EarlyAttention
+from ambidex.attention.early_fixed import EarlyAttention, FarSide, PredictedFar, ScoredFar
 from ambidex.attention.early_inputs import EarlyInputs
 from ambidex.attention.fixed_scores import FixedScores
 from ambidex.attention.handover import Handover
@@ -52,8 +53,8 @@ from ambidex.storage.tiled_pool import TiledKVPool
 logger = logging.getLogger(__name__)
 
 
-_Form = tuple[int, bool]
-"""Rows of a step, and whether keys lie in DRAM: others launch other things."""
+_Form = tuple[int, bool, bool]
+"""Rows of a step, whether keys lie in DRAM, and whether the CPU scores far ones: others launch other things."""
 
 
 class EarlySteps:
@@ -101,7 +102,7 @@ class EarlySteps:
             max_rows=max_rows, max_blocks=pool.spec.num_blocks(max_context_len), windows=windows, device=device
         )
         self._batch = DecodeBatch(self._inputs, block_size=pool.spec.block_size, has_cpu_lane=self._dram is not None)
-        self._early_inputs = EarlyInputs(max_rows=max_rows, device=device)
+        self._early_inputs = EarlyInputs(max_rows=max_rows, num_layers=spec.num_layers, device=device)
         self._logits = torch.empty(max_rows, spec.vocab_size, dtype=torch.float32, device=device)
         self._chosen = torch.empty(max_rows, dtype=torch.int64, device=device)
         self._all_rows = torch.arange(max_rows, device=device)
@@ -144,7 +145,7 @@ class EarlySteps:
         plan = self._selective.plan_fixed(requests, max_far=self._max_far)
         if plan is None:
             return None
-        self._early_inputs.send(num_rows, plan.numbers)
+        self._early_inputs.send(num_rows, plan.numbers, plan.partial)
         is_replayed = self._run(num_rows, plan)
         if is_replayed is None:
             return None
@@ -169,7 +170,7 @@ class EarlySteps:
                 raise
             self._give_up(num_rows, error)
             return None
-        form = (num_rows, batches is not None)
+        form = (num_rows, batches is not None, plan.far.is_scored)
         self._times = None
         replay = self._replays.get(form)
         if replay is None and self._capture is not None:
@@ -211,7 +212,7 @@ class EarlySteps:
         with self._watch.watching(what, describe=host.describe, release=host.release) as step:
             step.mark_launched()  # without a graph it takes as long as it takes
             with host.answering(plan.far, batches):
-                self._compute(num_rows, host, plan.far.first_layer)
+                self._compute(num_rows, host, plan)
 
     def _rehearse(self, num_rows: int, host: EarlyAnswers, plan: FixedPlan) -> None:
         """Run a step with whatever lies where the CPU's answers would, so that kernels are compiled and loaded. What it
@@ -222,7 +223,7 @@ class EarlySteps:
         host.reset()
         host.release()
         try:
-            self._compute(num_rows, host, plan.far.first_layer)
+            self._compute(num_rows, host, plan)
         finally:
             host.mark_launched()
 
@@ -239,13 +240,13 @@ class EarlySteps:
 
         NOTE: computing a step twice is harmless: it stores the same rows in the same slots.
         """
-        num_rows, first_layer = form[0], plan.far.first_layer
+        num_rows = form[0]
         try:
             self._rehearse(num_rows, host, plan)
             self._launch(num_rows, host, plan, batches)
             times = self._new_times()
             with self._timing(times):
-                self._replays[form] = capture(lambda: self._compute(num_rows, host, first_layer))
+                self._replays[form] = capture(lambda: self._compute(num_rows, host, plan))
             if times is not None:
                 self._times_of[form] = times
         except (LaneError, InternalError, AssertionError):  # ours: another way would hide them
@@ -270,8 +271,8 @@ class EarlySteps:
         self._replays.clear()
         logger.warning("CUDA graphs are given up, decode is slower: a step of %d rows failed: %s", num_rows, error)
 
-    def _compute(self, num_rows: int, host: EarlyAnswers, first_layer: int) -> None:
-        """Launch all of a step, of whose layers those from `first_layer` on look ahead."""
+    def _compute(self, num_rows: int, host: EarlyAnswers, plan: FixedPlan) -> None:
+        """Launch all of a step. Of the plan only what is the same for all steps of a form is looked at."""
         rows = self._inputs.device(num_rows)
         rows.extend_table()
         batch = InputBatch(
@@ -287,14 +288,26 @@ class EarlySteps:
             self._early.near,
             self._early_inputs.device(num_rows),
             self._early.look_ahead,
-            host.scores,
-            first_layer=first_layer,
-            clock=self._clock,
+            self._far_side(num_rows, host, plan),
+            first_layer=plan.far.first_layer,
         )
         logits = self._logits[:num_rows]
         with self._clock.span(Part.STEP) if self._clock is not None else nullcontext():
             logits.copy_(self._model.logits(self._forward(self._model, batch, attention)))
         self._chosen[:num_rows].copy_(api.likeliest(logits))
+
+    def _far_side(self, num_rows: int, host: EarlyAnswers, plan: FixedPlan) -> FarSide:
+        rows, scale = self._early_inputs.device(num_rows), self._spec.head_dim**-0.5
+        if plan.far.is_scored:
+            return ScoredFar(host.scores, rows, scale=scale, clock=self._clock)
+        num_columns = plan.partial[plan.far.first_layer][0].num_columns
+        return PredictedFar(
+            lambda layer_idx: self._early_inputs.partial(num_rows, layer_idx, num_columns),
+            rows,
+            max_far=self._max_far,
+            scale=scale,
+            clock=self._clock,
+        )
 
     def _new_times(self) -> StepTimes | None:
         return None if self._clock is None else StepTimes(self._pools[Tier.GPU].device)

@@ -85,6 +85,12 @@ class Predicting(Selector):
         assert self._partial is not None, "the prompt comes before the answer"
         return self._partial.num_keys
 
+    def extend_partial(self) -> PartialKeys:
+        """See `partial_keys.PartialSelector`."""
+        assert self._partial is not None, "the prompt comes before the answer"
+        self._partial = self._partial.extend()
+        return self._partial
+
     def see_prompt(self, rows: PromptRows) -> None:
         first = -self._num_seen % self._every
         self._num_seen += len(rows.q)

@@ -7,13 +7,16 @@ tell most. The columns with the largest Σ|q̃| + Σ|k̃| over the prompt are ke
 Differences from the authors' code: A is made from each request's own prompt, not offline from one sample, after rotary
 positions for all models (theirs fuses A into the weights where it can); columns by the sum over queries and keys as in
 the paper (their speed code looks at queries alone); of a long prompt's queries, some, evenly spread (`infinigen.py`),
-since all of them would take more memory than K; with shared KV heads, the queries of a group together.
+since all of them would take more memory than K; with shared KV heads, the queries of a group together. Of a prompt
+with fewer queries in a group than D, the columns behind the first so many are of no query: rounding turns them.
 """
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ambidex.attention.select.policy import Rows, group_scores
+from ambidex.attention.select.policy import FarSelector, Rows, group_scores
 from ambidex.core.kv_spec import num_partial_columns
 
 
@@ -50,12 +53,34 @@ class PartialKeys:
         """Of all rows."""
         return self._rows.values.numel() * self._rows.values.element_size()
 
+    @property
+    def num_columns(self) -> int:
+        """Columns that are kept."""
+        return self._turn.shape[2]
+
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """Where the rows lie, [Hkv, capacity, d], and what turns a key into one, [Hkv, D, d]; both contiguous, fp32."""
+        return self._rows.buffer, self._turn
+
     def append(self, k: Tensor) -> "PartialKeys":
         """With more keys [Hkv, n, D] behind."""
         return PartialKeys(self._turn, self._rows.append(k @ self._turn))
+
+    def extend(self) -> "PartialKeys":
+        """With one more key behind, whose row is still to be written."""
+        return PartialKeys(self._turn, self._rows.extend(1))
 
     def scores(self, q: Tensor, scale: float) -> Tensor:
         """Predicted scores of a query [Hq, D] with all keys: [Hq, S]."""
         num_kv_heads = len(self._turn)
         turned = q.view(num_kv_heads, -1, q.shape[1]) @ self._turn  # [Hkv, G, d]
         return group_scores(turned.flatten(0, 1)[None], self._rows.values, scale)[:, 0]
+
+
+class PartialSelector(FarSelector, Protocol):
+    """A selector that chooses by partial keys, if it does not by scores of all far keys."""
+
+    def extend_partial(self) -> PartialKeys:
+        """Take in one more key, whose row whoever computes the step writes."""
+        ...

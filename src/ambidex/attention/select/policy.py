@@ -258,15 +258,25 @@ class Rows:
         """[H, n, …], a view."""
         return self._buffer[:, : self._length]
 
+    @property
+    def buffer(self) -> Tensor:
+        """[H, capacity, …], where they lie."""
+        return self._buffer
+
     def append(self, rows: Tensor) -> "Rows":
         """With more rows behind; copies all of them when the buffer is full, which doubles it."""
-        length = self._length + rows.shape[1]
+        longer = self.extend(rows.shape[1])
+        longer.values[:, self._length :] = rows
+        return longer
+
+    def extend(self, num_rows: int) -> "Rows":
+        """With so many more rows behind, which are still to be written; copies as `append` does."""
+        length = self._length + num_rows
         buffer = self._buffer
         if length > buffer.shape[1]:
             shape = (buffer.shape[0], max(2 * buffer.shape[1], length), *buffer.shape[2:])
             buffer = torch.empty(shape, dtype=buffer.dtype, device=buffer.device)
             buffer[:, : self._length] = self.values
-        buffer[:, self._length : length] = rows
         return Rows(buffer, length)
 
 

@@ -213,7 +213,7 @@ def make_choices(
     bounded = choose_bounded_form(config, kv.specs, why_ordinary=form_why if form is DecodeForm.ORDINARY else None)
     is_early = config.policy is PolicyName.HYBRIDGEN
     if is_early and form in (DecodeForm.FIXED, DecodeForm.CAPTURED):
-        why_not = why_no_early_steps(config, chosen.settings, kv.specs)
+        why_not = why_no_early_steps(config, kv.specs)
         if why_not is not None:
             form, form_why = DecodeForm.ORDINARY, f"steps of policy {config.policy} are launched op by op: {why_not}"
     elif not config.policy.attends_all and not bounded.is_native:
@@ -255,9 +255,16 @@ def make_choices(
     predictor = choose_predictor_state(spec, chosen.settings)
     why_no_hot = find_no_hot(config, form, bounded)
     fixed = fixed_bytes(
-        config, spec, activations=activations, graph_buckets=buckets, stream=stream, rows=rows, predictor=predictor,
+        config,
+        spec,
+        activations=activations,
+        graph_buckets=buckets,
+        graph_modes=2 if is_early and Need.TIMES in policy.needs else 1,
+        stream=stream,
+        rows=rows,
+        predictor=predictor,
         hot=staging_bytes(kv.specs) if why_no_hot is None and is_cuda else 0,
-    )  # fmt: skip
+    )
     weights = _choose_weights(
         config, spec, skeleton, dtype, device, kv, keeps_quantized=keeps, free=free, fixed=fixed, ring=weight_ring,
         profile=profile,
@@ -473,12 +480,13 @@ def _choose_decode_form(
         if order is not KVOrder.TILES:
             return DecodeForm.ORDINARY, why
         return DecodeForm.PROGRAM, "decode steps are replayed as native programs"
-    for op in ("attend_paged", "rotate_and_store", *(("attend_early",) if is_early else ())):
+    early_ops = ("attend_early", "predict_far", "attend_predicted")
+    for op in ("attend_paged", "rotate_and_store", *(early_ops if is_early else ())):
         choice = choose(op, device.type)
         if choice.name != "triton":
             return DecodeForm.ORDINARY, f"CUDA graphs need the Triton kernel of {op}: {choice.reason}"
     if is_early:
-        return DecodeForm.CAPTURED, "decode steps in mode post are replayed as CUDA graphs"
+        return DecodeForm.CAPTURED, "decode steps are replayed as CUDA graphs"
     return DecodeForm.CAPTURED, "decode steps whose keys all lie on the GPU are replayed as CUDA graphs"
 
 

@@ -6,7 +6,9 @@
 
     bring   scores in host memory ─▶ the device, and of each key an integer in the order of its largest score
     cut     the K-th largest of these, digit by digit: a pass over the keys counts those above 16 candidates
-    attend  as in `attend_chosen`, with all far keys gone over: rows of V that are not chosen are not read
+    attend  as in `attend_chosen`, with all far keys gone over: rows of V that are not chosen are not read; without
+            given scores the chosen keys get those of an early query, for which their rows of K are read likewise
+            (`attend_predicted`)
     merge   as in `attend_paged`
 
 How many keys a request has, how many are chosen, where its scores and its rows of V begin: all of that is read on the
@@ -20,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ambidex.kernels.early_rows import EarlyRows
+from ambidex.kernels.early_rows import EarlyRows, FarCut
 from ambidex.kernels.triton.attend_paged import (
     _LOG2_E,
     _MIN_GROUP,
@@ -118,12 +120,12 @@ def _cut_kernel(
 
 @triton.jit(do_not_specialize=["layer_idx"])
 def _attend_kernel(
-    q_ptr, near_k_ptr, near_v_ptr, near_first_ptr, near_num_ptr, given_ptr, order_ptr, cut_ptr,
-    score_first_ptr, far_num_ptr, v_address_ptr, capacity_ptr, part_ptr, part_lse_ptr, scale_log2,
+    q_ptr, early_ptr, near_k_ptr, near_v_ptr, near_first_ptr, near_num_ptr, given_ptr, order_ptr, cut_ptr,
+    score_first_ptr, far_num_ptr, k_address_ptr, v_address_ptr, capacity_ptr, part_ptr, part_lse_ptr, scale_log2,
     layer_idx, near_head_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr, BLOCK_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr, PRECISION: tl.constexpr,
-    LOG2_E: tl.constexpr,
+    LOG2_E: tl.constexpr, IS_GIVEN: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -151,12 +153,16 @@ def _attend_kernel(
     near_k_ptr += kv_head * near_head_stride + near_first * HEAD_DIM
     near_v_ptr += kv_head * near_head_stride + near_first * HEAD_DIM
     score_first = tl.load(score_first_ptr + row)
-    given_ptr += score_first + kv_head * GROUP * num_far
+    far_head = (layer_idx * NUM_KV_HEADS + kv_head) * tl.load(capacity_ptr + row) * HEAD_DIM
+    if IS_GIVEN:
+        given_ptr += score_first + kv_head * GROUP * num_far
+    else:
+        k_ptr = tl.multiple_of(tl.load(k_address_ptr + row).to(near_k_ptr.dtype), 16) + far_head
+        early = tl.load(early_ptr + q_heads[:, None] * HEAD_DIM + dims[None, :], mask=is_q, other=0.0)
     order_ptr += score_first // GROUP + kv_head * num_far
     cut_ptr += 2 * (row * NUM_KV_HEADS + kv_head)
     low, cut = tl.load(cut_ptr), tl.load(cut_ptr + 1)
-    v_ptr = tl.multiple_of(tl.load(v_address_ptr + row).to(near_v_ptr.dtype), 16)
-    v_ptr += (layer_idx * NUM_KV_HEADS + kv_head) * tl.load(capacity_ptr + row) * HEAD_DIM
+    v_ptr = tl.multiple_of(tl.load(v_address_ptr + row).to(near_v_ptr.dtype), 16) + far_head
     top = tl.full([GROUP_BLOCK], float("-inf"), dtype=tl.float32)
     total = tl.zeros([GROUP_BLOCK], dtype=tl.float32)
     acc = tl.zeros([GROUP_BLOCK, DIM_BLOCK], dtype=tl.float32)
@@ -166,19 +172,24 @@ def _attend_kernel(
         is_near = (keys >= num_far) & (keys < num_keys)
         order = tl.load(order_ptr + keys, mask=is_far, other=0)
         is_chosen = is_far & ((order > low) | ((order == low) & (keys < cut)))
-        far_v = tl.load(
-            v_ptr + keys.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :], mask=is_chosen[:, None] & is_dim[None, :],
-            other=0.0,
-        )  # fmt: skip
-        given = tl.load(
-            given_ptr + heads[:, None] * num_far + keys[None, :], mask=is_head[:, None] & is_chosen[None, :], other=0.0
-        )
+        far_rows = keys.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
+        is_far_row = is_chosen[:, None] & is_dim[None, :]
+        far_v = tl.load(v_ptr + far_rows, mask=is_far_row, other=0.0)
+        if IS_GIVEN:
+            given = tl.load(
+                given_ptr + heads[:, None] * num_far + keys[None, :], mask=is_head[:, None] & is_chosen[None, :],
+                other=0.0,
+            )  # fmt: skip
+            far_scores = given.to(tl.float32) * LOG2_E
+        else:
+            far_k = tl.load(k_ptr + far_rows, mask=is_far_row, other=0.0)
+            far_scores = tl.dot(early, tl.trans(far_k), input_precision=PRECISION) * scale_log2
         near_rows = (keys - num_far)[:, None] * HEAD_DIM + dims[None, :]
         is_near_row = is_near[:, None] & is_dim[None, :]
         k = tl.load(near_k_ptr + near_rows, mask=is_near_row, other=0.0)
         near_v = tl.load(near_v_ptr + near_rows, mask=is_near_row, other=0.0)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale_log2
-        scores = tl.where(is_chosen[None, :], given.to(tl.float32) * LOG2_E, scores)
+        scores = tl.where(is_chosen[None, :], far_scores, scores)
         scores = tl.where((is_chosen | is_near)[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key of the split has been chosen yet
@@ -200,38 +211,71 @@ def attend_early(
 ) -> Tensor:
     """See `kernels.api.attend_early`."""
     q = q.contiguous()
-    num_rows, num_q_heads, head_dim = q.shape
-    num_kv_heads = near_k.shape[0]
-    group = num_q_heads // num_kv_heads
-    device = q.device
-    out = torch.empty_like(q)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device)
-    given = torch.empty(scores.shape, dtype=scores.dtype, device=device)
-    order = torch.empty(scores.numel() // group, dtype=torch.int32, device=device)
-    cut = torch.empty((num_rows, num_kv_heads, 2), dtype=torch.int32, device=device)
-    num_splits = choose_num_splits(num_rows * num_kv_heads, _num_multiprocessors(device))
-    part = torch.empty((num_rows, num_q_heads, num_splits, head_dim), dtype=torch.float32, device=device)
-    part_lse = torch.empty((num_rows, num_q_heads, num_splits), dtype=torch.float32, device=device)
+    num_kv_heads, num_rows = near_k.shape[0], len(q)
+    group = q.shape[1] // num_kv_heads
+    given = torch.empty(scores.shape, dtype=scores.dtype, device=q.device)
+    order = torch.empty(scores.numel() // group, dtype=torch.int32, device=q.device)
+    num_splits = choose_num_splits(num_rows * num_kv_heads, _num_multiprocessors(q.device))
     is_wide = scores.dtype == torch.float32
-    bits = 32 if is_wide else 16
     _bring_kernel[(num_splits, num_kv_heads, num_rows)](
         scores, rows.score_first, rows.far_num, given, order,
         GROUP=group, BLOCK=_BROUGHT_KEYS, NUM_SPLITS=num_splits, IS_WIDE=is_wide, num_warps=4,
     )  # fmt: skip
+    bounds = find_cut(order, rows, num_kv_heads=num_kv_heads, group=group, bits=32 if is_wide else 16)
+    cut = FarCut(order=order, bounds=bounds)
+    return launch_attention(q, near_k, near_v, cut, rows, given=given, early=None, layer_idx=layer_idx, scale=scale)
+
+
+def find_cut(order: Tensor, rows: EarlyRows, *, num_kv_heads: int, group: int, bits: int) -> Tensor:
+    """Launch: find the bounds of `FarCut`.
+
+    Args:
+        order: see `FarCut`; `bits` of these integers are used, 16 or 32.
+    """
+    num_rows = len(rows.far_num)
+    bounds = torch.empty((num_rows, num_kv_heads, 2), dtype=torch.int32, device=order.device)
     _cut_kernel[(num_kv_heads, num_rows)](
-        order, rows.score_first, rows.far_num, rows.num_selected, cut,
+        order, rows.score_first, rows.far_num, rows.num_selected, bounds,
         NUM_KV_HEADS=num_kv_heads, GROUP=group, BLOCK=_COUNTED_KEYS, BITS=bits, DIGIT_BITS=_DIGIT_BITS,
         LOWEST=-(1 << (bits - 1)), num_warps=_COUNT_WARPS,
     )  # fmt: skip
+    return bounds
+
+
+def launch_attention(
+    q: Tensor,
+    near_k: Tensor,
+    near_v: Tensor,
+    cut: FarCut,
+    rows: EarlyRows,
+    *,
+    given: Tensor | None,
+    early: Tensor | None,
+    layer_idx: int,
+    scale: float,
+) -> Tensor:
+    """Launch: attend over near keys and chosen far ones; [B, Hq, D].
+
+    Args:
+        given: scores of all far keys; None: the chosen ones get those of the `early` queries, which lie as q does.
+    """
+    num_rows, num_q_heads, head_dim = q.shape
+    num_kv_heads, device = near_k.shape[0], q.device
+    group = num_q_heads // num_kv_heads
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device)
+    num_splits = choose_num_splits(num_rows * num_kv_heads, _num_multiprocessors(device))
+    part = torch.empty((num_rows, num_q_heads, num_splits, head_dim), dtype=torch.float32, device=device)
+    part_lse = torch.empty((num_rows, num_q_heads, num_splits), dtype=torch.float32, device=device)
     dim_block = max(16, triton.next_power_of_2(head_dim))
     _attend_kernel[(num_splits, num_kv_heads, num_rows)](
-        q, near_k, near_v, rows.near_first, rows.near_num, given, order, cut,
-        rows.score_first, rows.far_num, rows.v_address, rows.capacity, part, part_lse, scale * _LOG2_E,
+        q, early, near_k, near_v, rows.near_first, rows.near_num, given, cut.order, cut.bounds,
+        rows.score_first, rows.far_num, rows.k_address, rows.v_address, rows.capacity, part, part_lse, scale * _LOG2_E,
         layer_idx, near_k.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_BLOCK=max(_MIN_GROUP, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim, DIM_BLOCK=dim_block, BLOCK_KEYS=choose_tile_keys(dim_block, near_v.element_size()),
         NUM_SPLITS=num_splits, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", LOG2_E=_LOG2_E,
-        num_warps=4, num_stages=2,
+        IS_GIVEN=given is not None, num_warps=4, num_stages=2,
     )  # fmt: skip
     _merge_splits_kernel[(num_rows * num_q_heads,)](
         part, part_lse, out, lse,
