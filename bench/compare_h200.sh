@@ -40,7 +40,7 @@ compare() { # NAME MAX_CONTEXT_LEN FLAG…
     --predict 32 --rounds 1 --steps 12 --cell-timeout 120 "$@")
 }
 one="--batch 1 --budgets 1280 --max-running-requests 1"
-many="--budgets 20480 --max-running-requests 16 --dram-memory 30GiB"
+many="--budgets 20480 --max-running-requests 16"
 full=exact,flexgen,moe_lightning,bounded,hybridgen
 chosen=exact,bounded,hybridgen # what exact answers counts for flexgen and moe_lightning, which attend all keys, too
 rows=streaming_llm,quest,infinigen
@@ -56,7 +56,11 @@ all=2K,4K,8K,16K,32K
     --variants gpu-ambidex-exact,gpu-transformers-offloaded,gpu-transformers-dynamic
   compare "lengths, speed" 33024 $one --only speed --models llama-3.1-8b --contexts $all --policies $full
   compare "lengths, quality" 33024 $one --only quality --models llama-3.1-8b --contexts $all --policies $chosen
-  compare "batches" 2048 $many --batch 4,8,16 --only speed --models opt-13b --contexts 1920 --policies $full
+  compare "batches" 2048 $many --dram-memory 30GiB --batch 4,8,16 --only speed --models opt-13b --contexts 1920 \
+    --policies exact,flexgen,moe_lightning,bounded
+  # It keeps rows beside the blocks.
+  compare "batches, hybridgen" 2048 $many --dram-memory 58GiB --batch 4,8,16 --only speed --models opt-13b --contexts 1920 \
+    --policies hybridgen
   compare "lengths, others" 33024 $one --only speed --models llama-3.1-8b --contexts $all --policies $rows
   compare "lengths, others, quality" 33024 $one --only quality --models llama-3.1-8b --contexts 4K,16K,32K --policies $rows
   # These add up each prompt's probabilities, which takes four times as long at twice the length.
@@ -72,5 +76,5 @@ all=2K,4K,8K,16K,32K
   compare "lengths, Qwen, adding up" 16640 $one --only speed --models qwen2.5-7b --contexts 2K,4K,8K,16K --policies $sums
   stage "peers, half the weights" "$python" "$repo/bench/peers/compare.py" --report "$report" --shape llama-3.1-8b \
     --contexts 2048 --steps 16 --wait 2 --timeout 300 --scratch "$scratch" --variants gpu-ambidex-half-weights,gpu-accelerate
-  compare "batches, others" 2048 $many --batch 16 --only speed --models opt-13b --contexts 1920 --policies $rows,$sums
+  compare "batches, others" 2048 $many --dram-memory 58GiB --batch 16 --only speed --models opt-13b --contexts 1920 --policies $rows,$sums
 }

@@ -238,7 +238,8 @@ class EarlyDecode:
         self._clear()
         self._works, self._rows = works, rows
         self.near.begin(requests, rows)
-        partial = {} if is_scored else {layer: self._extend_partial(layer) for layer in range(first, self._num_layers)}
+        layers = range(0) if is_scored else range(first, self._num_layers)
+        partial = {layer: self._extend_partial(layer, num_far) for layer in layers}
         num_selected = [min(selector.num_selected, num) for selector, num in zip(far, num_far, strict=True)]
         num_layers = self._num_layers - first
         for work, num, chosen in zip(works, num_far, num_selected, strict=True):
@@ -264,14 +265,15 @@ class EarlyDecode:
             },
         )
 
-    def _extend_partial(self, layer_idx: int) -> list[PartialKeys]:
+    def _extend_partial(self, layer_idx: int, num_far: Sequence[int]) -> list[PartialKeys]:
         """The partial keys of each request in a layer, those of all older keys, with room for that of its new one."""
         found = []
         for row, work in enumerate(self._works):
             selector = cast("PartialSelector", work.selectors[layer_idx])
             self._tell_missing(layer_idx, row, selector)
             found.append(selector.extend_partial())
-            self.num_bytes += found[-1].num_bytes
+            if num_far[row]:  # else nobody reads them
+                self.num_bytes += found[-1].num_bytes
         return found
 
     def finish_fixed(self, read_times: Callable[[], StageTimes] | None) -> None:

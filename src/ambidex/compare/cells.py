@@ -70,9 +70,10 @@ class Variant:
 
     @property
     def may_be_native(self) -> bool:
-        """It is the bounded policy, and not asked for its reference form."""
+        """It is exact, or the bounded policy and not asked for its reference form: quality is that of its own steps."""
         scores = self.settings.get("bounded_scores", BoundedScores.AUTO)
-        return self.policy is PolicyName.BOUNDED and scores in (BoundedScores.AUTO, BoundedScores.SCAN)
+        is_bounded = self.policy is PolicyName.BOUNDED and scores in (BoundedScores.AUTO, BoundedScores.SCAN)
+        return is_bounded or self.policy is PolicyName.EXACT
 
     def config(self, base: EngineConfig, *, model: str, kv_gpu_tokens: int | None) -> EngineConfig:
         """The settings of an engine."""

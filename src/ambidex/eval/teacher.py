@@ -28,7 +28,7 @@ from ambidex.core.step import SelectionFigures, StepPlan
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.models.base import AttentionOp, CausalLM
-from ambidex.runner.decode import DecodeOutput
+from ambidex.runner.decode import DecodeForm, DecodeOutput
 from ambidex.runner.input_batch import InputBatch
 from ambidex.runner.runner import ModelRunner, call_model
 
@@ -40,8 +40,9 @@ class Teacher:
 
     Args:
         progress: called with (bytes read, bytes in all) while weights load.
-        as_answered: under `policy` bounded, decode queries are computed by its native form where there is one; where
-            keys lie is then a part of what is measured. Else, and for other policies, op by op.
+        as_answered: under `policy` exact and bounded, decode queries are computed in the steps that answers are made
+            in, where these have a form of their own; where keys lie is then a part of what is measured. Else, and for
+            other policies, op by op.
         verify_every: of so many of its choices one is computed again, if `config.verify` is set; None: as it is by
             default.
     Raises:
@@ -61,9 +62,9 @@ class Teacher:
         self._logprobs: list[Tensor] = []
         self._num_told = 0
         self._numbers = itertools.count()
-        is_bounded = as_answered and config.policy is PolicyName.BOUNDED
+        may_decode = as_answered and config.policy in (PolicyName.EXACT, PolicyName.BOUNDED)
         # else a step that is replayed does not come by here
-        config = config if is_bounded else replace(config, graphs=Graphs.OFF)
+        config = config if may_decode else replace(config, graphs=Graphs.OFF)
         self.engine: Engine = build_engine(
             config,
             progress=progress,
@@ -71,11 +72,15 @@ class Teacher:
             watch_decode=self._take,
             verify_every=verify_every,
         )
+        has_form = self.engine.report.value("compute", "decode") != DecodeForm.ORDINARY
+        self._decodes = self.engine.figures.scans_keys or (
+            may_decode and config.policy is PolicyName.EXACT and has_form
+        )
 
     @property
     def form(self) -> str:
         """How decode queries are computed: `native`, or `op by op`."""
-        return "native" if self.engine.figures.scans_keys else "op by op"
+        return "native" if self._decodes else "op by op"
 
     def check_length(self, num_tokens: int, *, flag: str) -> None:
         """See to it that a text of so many tokens can be run.
@@ -104,7 +109,7 @@ class Teacher:
             first: read from this token on instead; what lies in the prompt was computed with all keys.
         """
         first = num_prompt if first is None else first
-        if self.engine.figures.scans_keys:
+        if self._decodes:
             return self._decode(token_ids, num_prompt=num_prompt, first=first)
         self.engine.core.stats.selection = None
         logprobs = self._run(token_ids, num_prompt=num_prompt, first=first)
