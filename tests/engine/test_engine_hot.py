@@ -47,13 +47,14 @@ FORMS: Final = [
 
 
 @pytest.fixture(autouse=True)
-def hasty_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def hasty_copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers are short: looks come often, and copies never count as slow, which by chance those of a tiny model may
     be; steps of fixed form have a scan lane without a GPU, too."""
     monkeypatch.setattr(hot, "LEAST_INTERVAL", 3)
     monkeypatch.setattr(hot, "SLOWER", 1e9)
-    monkeypatch.setattr(choices, "why_no_stream", lambda *_: None)
-    monkeypatch.setattr(lanes, "find_no_stream", lambda *_: None)
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(choices, "why_no_stream", lambda *_: None)
+        monkeypatch.setattr(lanes, "find_no_stream", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
