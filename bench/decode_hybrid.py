@@ -224,7 +224,8 @@ def make_config(folder: str, options: decode_gpu.Options, args: argparse.Namespa
     if args.policy is PolicyName.BOUNDED:
         block_bytes += scan_bytes_per_block(kv)
     num_blocks = -(-num_tokens // decode_gpu.BLOCK_SIZE)
-    kept = kept_row_bytes(options, num_tokens + batch * near) if args.policy is PolicyName.HYBRIDGEN else 0
+    chooses = not args.policy.attends_all and args.policy is not PolicyName.BOUNDED
+    kept = kept_row_bytes(options, num_tokens + batch * (near + decode_gpu.BLOCK_SIZE)) if chooses else 0
     return dataclasses.replace(config, dram_memory=num_blocks * block_bytes + kept)
 
 

@@ -28,13 +28,10 @@ from types import FrameType
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 import decode_gpu
 import decode_hybrid
 from ambidex import EngineConfig
-from ambidex.attention.selective import SelectiveAttention
-from ambidex.attention.tiered import TieredAttention
 from ambidex.bench.record import check_output
 from ambidex.core.config import DeviceKind, Graphs
 from ambidex.core.errors import AmbidexError
@@ -44,10 +41,7 @@ from ambidex.core.selection import SelectionSetting
 from ambidex.core.step import SelectionFigures
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
-from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.runner.decode import DecodeForm
-from ambidex.runner.input_batch import InputBatch
-from ambidex.runner.runner import call_model
 from harness import Quantiles, append_record, environment, significant, watch_others
 
 FULL: Final = "full"
@@ -86,28 +80,6 @@ class Plan:
             shape=shape, points=points, steps=args.settle + args.steps, chunk=max(p.batch * p.context for p in points),
             device=args.device, dtype=args.dtype, graphs=Graphs.AUTO, profile=False, output=args.output,
         )  # fmt: skip
-
-
-class RandomPrompts:
-    """Calls the model for decode steps alone; K and V of prompts are what the pools were filled with at the first."""
-
-    def __init__(self, width: int) -> None:
-        self._width = width
-        self._is_filled = False
-
-    def __call__(self, model: CausalLM, batch: InputBatch, attention: AttentionOp) -> Tensor:
-        is_selective = isinstance(attention, SelectiveAttention)
-        if (is_selective and not attention.has_prompts) or not isinstance(
-            attention, SelectiveAttention | TieredAttention
-        ):
-            return call_model(model, batch, attention)
-        if not self._is_filled:
-            self._is_filled = True
-            decode_hybrid.fill_pools(attention, key_std=decode_hybrid.DUMMY_STD * self._width**0.5)
-        if isinstance(attention, SelectiveAttention):
-            attention.skip_prompts()
-        dtype = next(model.parameters()).dtype
-        return torch.zeros(len(batch.token_ids), self._width, dtype=dtype, device=batch.token_ids.device)
 
 
 def main() -> int:
@@ -264,7 +236,7 @@ def build(plan: Plan, shape: str, variant: str, folder: str) -> Engine:
     policy = PolicyName(settings["policy"])
     args.kv_dtype, args.stream_percent, args.policy = decode_hybrid.KVDTypeChoice.AUTO, None, policy
     config = decode_hybrid.make_config(folder, options, args)
-    if not policy.attends_all and policy is not PolicyName.BOUNDED:  # rows are kept beside blocks
+    if policy in (PolicyName.INFINIGEN, PolicyName.KEYFORMER):  # as HybridGen they keep rows beside blocks
         assert config.max_context_len is not None, "that of the largest point"
         assert config.dram_memory is not None, "that of the largest point"
         most_tokens = config.max_running_requests * (config.max_context_len + 2 * decode_gpu.BLOCK_SIZE)
@@ -275,7 +247,7 @@ def build(plan: Plan, shape: str, variant: str, folder: str) -> Engine:
     has_recorded_steps = policy.attends_all or policy is PolicyName.BOUNDED
     form = DecodeForm.FIXED if has_recorded_steps and options.device is DeviceKind.CPU else None
     width = decode_gpu.shape_number(shape, "hidden_size")
-    return build_engine(config, forward=RandomPrompts(width), decode_form=form)
+    return build_engine(config, forward=decode_hybrid.RandomPrompts(width, None), decode_form=form)
 
 
 def measure(engine: Engine, plan: Plan, options: decode_gpu.Options, point: decode_gpu.Point) -> dict[str, Any]:

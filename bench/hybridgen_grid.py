@@ -57,8 +57,7 @@ class RandomKeys:
         self._is_filled = False
 
     def __call__(self, model: CausalLM, batch: InputBatch, attention: AttentionOp) -> Tensor:
-        assert isinstance(attention, SelectiveAttention), "hybridgen chooses keys step by step"
-        if not attention.has_prompts:
+        if not isinstance(attention, SelectiveAttention) or not attention.has_prompts:
             return call_model(model, batch, attention)
         if not self._is_filled:
             self._is_filled = True

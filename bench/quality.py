@@ -1,6 +1,6 @@
 """What does the bounded policy cost SmolLM2 on real text, and does its bound hold?
 
-    .venv/bin/python bench/quality.py --text book.txt                     # contexts of 2K, 4K and 8K
+    .venv/bin/python bench/quality.py --text book.txt                     # contexts of 2K, 4K and 8,000 tokens
     .venv/bin/python bench/quality.py --text book.txt --contexts 512 --predict 16 --verified 100    # to try it
 
 At each context the last tokens of a window are predicted under the policy and with all keys: perplexity, likeliest
@@ -96,7 +96,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--form", choices=[NATIVE, REFERENCE], default=NATIVE, help="of the policy")
     parser.add_argument("--kv-dtype", type=KVDTypeChoice, choices=list(KVDTypeChoice), default=KVDTypeChoice.AUTO,
                         help="number format of K and V")  # fmt: skip
-    parser.add_argument("--contexts", default="2K,4K,8K", help="tokens of a window")
+    parser.add_argument("--contexts", default="2K,4K,8000", help="tokens of a window")
     parser.add_argument("--predict", type=int, default=128, help="tokens predicted at the end of each")
     parser.add_argument("--rounds", type=int, default=2, help="codes of five digits at each depth; 0: none")
     parser.add_argument("--max-dropped-mass", type=float, default=0.01, help="of each softmax")

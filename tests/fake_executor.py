@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ambidex.core.ids import MoveId, RequestId
+from ambidex.core.ids import MoveId, RequestId, Tier
 from ambidex.core.request import FinishReason, SamplingParams
 from ambidex.core.step import BlockMove, BlockRef, SampledToken, ScheduledRequest, StepPlan, StepResult
 
@@ -43,6 +43,8 @@ class FakeExecutor:
         move_failures, move_delays: share of moves that fail, and of steps in which a move goes on to the next one.
         request_failures: share of a step's requests that fail.
         memory_shortages: share of chunks for which there is no memory; what they stored is not what they should have.
+        looks: draws the keys that a look says were kept of each block that it reads in host memory; None: it says
+            nothing.
     """
 
     def __init__(
@@ -54,12 +56,14 @@ class FakeExecutor:
         move_delays: float = 0.0,
         request_failures: float = 0.0,
         memory_shortages: float = 0.0,
+        looks: random.Random | None = None,
     ) -> None:
         self._block_size = block_size
         self._rng = rng or random.Random(0)
         self._move_failures, self._move_delays = move_failures, move_delays
         self._request_failures = request_failures
         self._memory_shortages = memory_shortages
+        self._looks = looks
         self._slots: dict[BlockRef, list[int]] = {}
         self._moves: dict[MoveId, BlockMove] = {}
         self.known: set[RequestId] = set()
@@ -89,8 +93,16 @@ class FakeExecutor:
             out_of_memory=out_of_memory,
             finished_moves=tuple(finished),
             failed_moves=tuple(failed),
+            kept_keys=self._look(plan) if plan.is_look and self._looks is not None else None,
+            seconds={"total": 1.0},
         )
         return self._last
+
+    def _look(self, plan: StepPlan) -> dict[BlockRef, int]:
+        assert self._looks is not None
+        read = [block for chunk in plan.requests for block in chunk.blocks[: chunk.start // self._block_size]]
+        kept = {block: self._looks.choice([0, 0, 1, 9]) for block in dict.fromkeys(read) if block.tier is not Tier.GPU}
+        return {block: num for block, num in kept.items() if num}
 
     def _meet(self, plan: StepPlan) -> None:
         assert self.known >= set(plan.finished_requests), "a request ends that was never announced"

@@ -34,7 +34,8 @@ void make_arrays(BoundedArrays* self, const ConstBytes<3>& q, std::string_view q
                  float max_mass, const std::optional<Array<const float, 3>>& near_out,
                  const std::optional<Array<const float, 2>>& near_lse,
                  const std::optional<Array<const float, 2>>& other_lse, const Array<float, 3>& out,
-                 const Array<float, 2>& lse, const Array<float, 3>& figures) {
+                 const Array<float, 2>& lse, const Array<float, 3>& figures,
+                 const std::optional<Array<std::int32_t, 1>>& kept_of_block) {
   BoundedCall call{};
   call.scan = make_call(q, q_number, scanned, scanned, "int8", "int8", scales, scales, scale, out, lse);
   call.v_number = find_number(number);
@@ -71,6 +72,10 @@ void make_arrays(BoundedArrays* self, const ConstBytes<3>& q, std::string_view q
   check_alike("figures", figures, lse, 2);
   check_size("figures", "the figures of a head", figures, 2, kNumBoundedFigures);
   call.figures = figures.data();
+  if (kept_of_block) {
+    check_size("kept_of_block", "the blocks", *kept_of_block, 0, scanned.shape(1));
+    call.kept_of_block = kept_of_block->data();
+  }
   new (self) BoundedArrays(call);
 }
 
@@ -142,7 +147,7 @@ void bind_bounded(nb::module_& m) {
            "rows"_a.noconvert().none(), "v"_a.noconvert(), "number"_a, "v_scales"_a.noconvert().none(),
            "norms"_a.noconvert(), "scale"_a, "max_mass"_a, "near_out"_a.noconvert().none(),
            "near_lse"_a.noconvert().none(), "other_lse"_a.noconvert().none(), "out"_a.noconvert(), "lse"_a.noconvert(),
-           "figures"_a.noconvert());
+           "figures"_a.noconvert(), "kept_of_block"_a.noconvert().none());
   nb::class_<BoundedTuning>(m, "BoundedTuning")
       .def_rw("scan_far_bytes", &BoundedTuning::scan_far_bytes)
       .def_rw("is_near_fetched_late", &BoundedTuning::is_near_fetched_late)

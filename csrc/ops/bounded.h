@@ -58,6 +58,8 @@ struct BoundedCall {
   // answer to a value that bounds the answer's error; the longest value; the length of `out`, which may be a part of the
   // answer; keys kept of this head's group. Error: at most share · (longest value + length of the whole answer).
   float* figures;
+  // [N]: keys of each block that were kept, of all KV heads, are added; null: nobody counts them.
+  std::int32_t* kept_of_block;
   BoundedTuning tuning;
 };
 

@@ -182,6 +182,7 @@ class Keeper {
     for (std::size_t key = to_.keys.first_key / kPieceTokens * kPieceTokens; key < end; key += kPieceTokens) {
       uint64_t wanted = find_wanted(key);
       num_kept += static_cast<std::size_t>(__builtin_popcountll(wanted));
+      if (call_.kept_of_block != nullptr && wanted != 0) count(key, wanted);
       if (num_listed + kPieceTokens > kMostListed) {
         attend(num_listed);
         num_listed = 0;
@@ -207,6 +208,15 @@ class Keeper {
     if (key < begin) bits &= ~uint64_t{0} << (begin - key);
     if (key + kPieceTokens > end) bits &= ~uint64_t{0} >> (key + kPieceTokens - end);
     return bits;
+  }
+
+  // Blocks are whole units of 16 keys. Threads of other KV heads may count the same block at the same time.
+  void count(std::size_t key, uint64_t wanted) const {
+    for (std::size_t i = 0; i < kPieceTokens; i += 16) {
+      const int num = __builtin_popcountll(wanted >> i & 0xffff);
+      if (num == 0) continue;
+      __atomic_fetch_add(call_.kept_of_block + keys_.slot(key + i) / call_.scan.tiles.block_size, num, __ATOMIC_RELAXED);
+    }
   }
 
   void list(std::size_t key, std::size_t i, KeepSpace::Listed& to) const {

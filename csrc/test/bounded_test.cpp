@@ -189,6 +189,8 @@ void check(const Shape& shape, const std::vector<Form>& forms, ThreadPool& threa
     call.other_lse = shape.has_other ? other_lse.data() : nullptr;
     call.other_word = shape.has_other ? &is_known : nullptr;
     call.figures = figures.data();
+    std::vector<std::int32_t> kept_of_block(num_blocks, 0);
+    call.kept_of_block = kept_of_block.data();
     BoundedPool pool(threads);
     pool.attend(form.form, call, batch);
     double worst_mass = 0.0, worst_error = 0.0;
@@ -249,6 +251,18 @@ void check(const Shape& shape, const std::vector<Form>& forms, ThreadPool& threa
       tally.num_kept += figure[kNumKept];
       tally.num_keys += static_cast<double>(shape.num_keys);
     }
+    // By blocks as by groups, and of a block no more than a head sees of it.
+    double counted = 0.0, kept = 0.0;
+    for (std::size_t head = 0; head < kHeads; ++head) kept += figures[head * shape.group * kNumBoundedFigures + kNumKept];
+    std::vector<std::size_t> visible(num_blocks, 0);
+    for (std::size_t key = shape.first_key; key < shape.first_key + shape.num_keys; ++key) {
+      ++visible[static_cast<std::size_t>(ids[key / shape.block_size])];
+    }
+    for (std::size_t i = 0; i < num_blocks; ++i) {
+      counted += kept_of_block[i];
+      wrong += kept_of_block[i] > static_cast<std::int32_t>(kHeads * visible[i]);
+    }
+    wrong += counted != kept;
     if (wrong == 0) continue;
     tally.wrong += wrong;
     std::printf("%s: number %d dim %zu group %zu queries %zu block %zu keys %zu+%zu mass %g sharp %g near %d other %d: %d wrong, mass %g, error %g\n",

@@ -395,6 +395,7 @@ class BoundedArrays:
         out: npt.NDArray[np.float32],
         lse: npt.NDArray[np.float32],
         figures: npt.NDArray[np.float32],
+        kept_of_block: npt.NDArray[np.int32] | None,
     ) -> None: ...
 
 class BoundedTuning:

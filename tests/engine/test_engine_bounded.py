@@ -177,6 +177,8 @@ def test_a_rule_says_which_steps_scan_and_the_others_are_exact_ones(
 def test_blocks_that_another_request_had_before_are_scanned_anew(
     folder: Path, form: DecodeForm | None, settings: dict[str, Any]
 ) -> None:
+    if form is not None:  # what is left out depends on which blocks have copies, and so on what came before
+        settings = settings | {"hot_tokens": 0}
     wanted = tokens(run(bounded(folder, form, 0.1, **settings), PROMPTS[1:2], GREEDY))
     engine = bounded(folder, form, 0.1, **settings)
     for _ in range(3):

@@ -11,6 +11,7 @@ import pytest
 from ambidex import LLM, SamplingParams
 from ambidex.attention.lane_share import LaneBalance
 from ambidex.core.errors import ConfigError
+from ambidex.core.hot import HotState
 from ambidex.core.selection import LaneTimes, SelectionSetting, ShareDecision, ShareSeen
 from ambidex.engine.compose.control import Replay, open_control_trace, replay, replay_file
 from ambidex.formats.control_trace import decision_json
@@ -22,6 +23,30 @@ RECORDED = DATA / "control_trace.jsonl"
 MODES = DATA / "control_trace_modes.jsonl"
 """The same of the tiny model of these tests, with 4 keys at least and V in an emulated CXL tier of 900 µs and 4 MB/s:
 the number goes up and down, then the mode changes."""
+HOT = DATA / "control_trace_hot.jsonl"
+"""The same of SmolLM2 under bounded, 230 tokens behind 2,000 of a novel, with 16 blocks beside 34 in host memory."""
+
+
+def test_recorded_choice_of_hot_blocks_comes_out_as_it_was_decided() -> None:
+    lines = [json.loads(line) for line in HOT.read_text().splitlines()]
+    assert replay_file(HOT) == Replay(num_selections=0, num_shares=0, num_hot=len(lines))
+    intervals = [line["after"]["interval"] for line in lines]
+    assert {4, 64} <= set(intervals), "looks became rare, and frequent again"
+    before, after = ([set(line[when]["wanted"]) for line in lines] for when in ("before", "after"))
+    assert sum(then != now for then, now in zip(before, after, strict=True)) > 3
+    last = lines[-1]["look"]
+    held = sum(last["kept"].get(block, 0) for block in lines[-1]["before"]["wanted"])
+    assert held > 0.95 * sum(sorted(last["kept"].values())[-10:]), "nearly as many as any ten blocks could hold"
+
+
+def test_hot_blocks_decided_otherwise_are_named() -> None:
+    line = json.loads(HOT.read_text().splitlines()[-1])
+    line["look"]["room"] = 3
+    found = replay([json.dumps(line).encode()])
+    assert found.first is not None
+    assert isinstance(found.first.recorded, HotState)
+    assert isinstance(found.first.decided, HotState)
+    assert (len(found.first.recorded.wanted), len(found.first.decided.wanted)) == (10, 3)
 
 
 @pytest.mark.parametrize("path", [RECORDED, MODES])

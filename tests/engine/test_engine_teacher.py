@@ -55,6 +55,24 @@ def test_its_own_answer_is_the_likeliest_when_it_is_told_again(folder: Path, set
     assert sum(teacher.engine.stats.kv_bytes.values()) == 0, "blocks were lost"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [{}, SPLIT], ids=["one tier", "two tiers"])
+def test_told_answers_go_through_captured_steps_on_a_gpu(folder: Path, settings: dict[str, Any]) -> None:
+    """So few keys are attended exactly there; what counts is that the steps are the captured ones."""
+    ids = ids_of(WORDS)[:80]
+    options = {**SETTINGS, "device": "cuda", "dram_memory": 2**22, **settings}
+    with LLM(str(folder), **options) as llm:
+        params = SamplingParams(max_output_tokens=20, temperature=0.0, ignore_eos=True)
+        answer = llm.generate([ids], params)[0]
+    teacher = make_teacher(folder, **options)
+    assert teacher.form == "native"
+    logprobs, chosen = teacher.with_policy([*ids, *answer.token_ids[:-1]], num_prompt=80)
+    assert logprobs.argmax(1).tolist() == list(answer.token_ids[1:])
+    assert chosen is not None
+    assert chosen.num_choices > 0
+    assert teacher.engine.stats.num_graph_failures == 0
+
+
 def test_tokens_that_it_would_not_have_said_are_known_all_the_same(folder: Path) -> None:
     ids = ids_of(WORDS)[:100]
     teacher = make_teacher(folder, max_dropped_mass=0.0)

@@ -20,7 +20,7 @@ DATA = Path(__file__).parent.parent / "data"
 
 
 def make_lines() -> list[bytes]:
-    """Lines of a recorded trace, and of a balance of lanes in all its states."""
+    """Lines of recorded traces, and of a balance of lanes in all its states."""
     told: list[ShareDecision] = []
     balance = LaneBalance(0.1, tell=told.append)
     balance.update(ShareSeen(cpu_last=0.5, asked=0.1, achieved=0.1))
@@ -30,6 +30,7 @@ def make_lines() -> list[bytes]:
     times = LaneTimes(step_s=0.01, link_s=0.1, dram_s=0.1)
     balance.update(ShareSeen(cpu_last=None, asked=1.0, achieved=1.0, times=times))
     recorded = (DATA / "control_trace_modes.jsonl").read_bytes().splitlines()[::10]
+    recorded += (DATA / "control_trace_hot.jsonl").read_bytes().splitlines()[:2]
     return [*recorded, *(json.dumps(decision_json(decision)).encode() for decision in told)]
 
 

@@ -40,7 +40,9 @@ class World:
         query = self.q[row].double().view(len(k), -1, k.shape[2])
         return (query @ k.mT * SCALE).flatten(0, 1)
 
-    def attend(self, name: str, max_mass: float, device: str = "cpu", **changed: Tensor) -> tuple[Tensor, ...]:
+    def attend(
+        self, name: str, max_mass: float, device: str = "cpu", *, kept: Tensor | None = None, **changed: Tensor
+    ) -> tuple[Tensor, ...]:
         """`attend_scanned` by an implementation."""
         seen = torch.where(self.k.isnan(), 0.0, self.k.float())
         numbers, scales = api.quantize_rows(seen)
@@ -62,7 +64,7 @@ class World:
         with dispatch.override("attend_scanned", name):
             answer = api.attend_scanned(
                 self.q.to(device), **{key: part.contiguous().to(device) for key, part in arrays.items()},
-                scale=SCALE, max_mass=max_mass, max_keys=sum(self.lengths),
+                scale=SCALE, max_mass=max_mass, max_keys=sum(self.lengths), kept=kept,
             )  # fmt: skip
         return tuple(part.cpu() for part in answer)
 
@@ -223,3 +225,32 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         world.attend("reference", 0.1, scan_pool=torch.zeros(world.k.shape))
     with pytest.raises(ShapeError, match="expected rows padded to a power of 2"):
         world.attend("reference", 0.1, rows=torch.zeros((*world.k.shape[:3], 48)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("device", "dtype"), DTYPE_CASES)
+@pytest.mark.parametrize(("block_size", "lengths"), [(32, (200, 0, 33, 1)), (96, (400,)), (128, (300, 128))])
+def test_kept_keys_are_counted_by_block(
+    block_size: int, lengths: tuple[int, ...], device: str, dtype: torch.dtype, name: str
+) -> None:
+    world = make_world(lengths, dtype=dtype, block_size=block_size)
+    for max_mass in (0.0, 0.3):
+        kept = torch.zeros(world.k.shape[1], dtype=torch.int32, device=device)
+        _, _, figures = world.attend(name, max_mass, device, kept=kept)
+        group = figures.shape[1] // len(world.k)
+        assert int(kept.sum()) == int(figures[:, ::group, 2].sum())
+        visible = torch.zeros(world.k.shape[1], dtype=torch.int32)
+        for row, length in enumerate(lengths):
+            for place, block in enumerate(world.table[row].tolist()):
+                visible[block] = max(0, min(block_size, length - place * block_size))
+        assert (kept.cpu() <= len(world.k) * visible).all()
+        if max_mass == 0.0:
+            assert torch.equal(kept.cpu(), len(world.k) * visible)
+
+
+def test_counts_that_do_not_fit_are_refused() -> None:
+    world = make_world((40,))
+    with pytest.raises(ShapeError, match="kept: expected int32"):
+        world.attend("reference", 0.1, kept=torch.zeros(world.k.shape[1]))
+    with pytest.raises(ShapeError, match="kept"):
+        world.attend("reference", 0.1, kept=torch.zeros(world.k.shape[1] + 1, dtype=torch.int32))

@@ -1,6 +1,6 @@
 """The native bounded op against exact attention and against the reference: what it leaves out, what it says of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -209,3 +209,29 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         )
     with pytest.raises(ShapeError, match="block_ids: expected 0 to"):
         BOUNDED.copy_for_scan(world.pools[0], world.pools[1], torch.tensor([99]), world.layer, head_dim=DIM)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("isa", native.available_isas())
+def test_kept_keys_are_counted_by_block(dtype: torch.dtype, isa: str) -> None:
+    world = make_world(dtype, 500)
+    kept = torch.zeros(world.layer.scanned.shape[1], dtype=torch.int32)
+    for max_mass in (0.0, 0.05):
+        kept.zero_()
+        layer = replace(world.layer, kept=kept)
+        for num_calls in (1, 2):
+            _, _, figures = BOUNDED.attend_bounded(world.q, layer, world.batch, scale=SCALE, max_mass=max_mass, isa=isa)
+            assert int(kept.sum()) == num_calls * int(figures[0, ::GROUP, 4].sum()), "counts are added up"
+        assert (kept <= 2 * HEADS * BLOCK).all()
+        if max_mass == 0.0:
+            expected = torch.zeros_like(kept)
+            expected[world.ids] = 2 * HEADS * BLOCK
+            expected[world.ids[-1]] = 2 * HEADS * (500 % BLOCK)
+            assert torch.equal(kept, expected)
+
+
+def test_counts_for_other_blocks_are_refused() -> None:
+    world = make_world(torch.float32, 100)
+    layer = replace(world.layer, kept=torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(ShapeError, match="kept_of_block: expected 5 for the blocks"):
+        BOUNDED.attend_bounded(world.q, layer, world.batch, scale=SCALE, max_mass=0.1)

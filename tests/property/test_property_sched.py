@@ -2,9 +2,11 @@
 tokens that it would have got alone, and every block comes back."""
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from ambidex.core.ids import RequestId, Tier
@@ -13,11 +15,21 @@ from ambidex.core.request import FinishReason, Request, RequestStatus, SamplingP
 from ambidex.core.step import StepPlan
 from ambidex.kv.manager import KVManager
 from ambidex.kv.prefix_cache import PrefixCacheLimits
+from ambidex.sched import hot
 from ambidex.sched.scheduler import Scheduler
 from fake_executor import VOCAB_SIZE, FakeExecutor, expected_answer
 
 MAX_CONTEXT_LEN = 24
 STOP_IDS = frozenset({0, 1})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hasty_copies() -> Iterator[None]:
+    """Answers are short: every second step may be a look, and what was kept once is hot."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hot, "LEAST_INTERVAL", 2)
+        patch.setattr(hot, "LOOKS", 1)
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +55,7 @@ class Traffic:
     num_priorities: int
     memory_shortages: float
     aheads: float
+    hot: int | None = None
 
 
 TRAFFIC = st.builds(
@@ -66,6 +79,7 @@ TRAFFIC = st.builds(
     num_priorities=st.integers(1, 2),
     memory_shortages=st.sampled_from([0.0, 0.0, 0.1]),
     aheads=st.sampled_from([0.0, 0.5, 1.0]),
+    hot=st.none() | st.integers(1, 8),
 )
 
 
@@ -78,6 +92,8 @@ class Run:
     aborted: set[RequestId] = field(default_factory=set)
     reported: set[RequestId] = field(default_factory=set)
     started: list[RequestId] = field(default_factory=list)
+    plans: list[list[tuple[RequestId, int, int]]] = field(default_factory=list)
+    num_copies_read: int = 0
     next_plan: StepPlan | None = None
 
     def __post_init__(self) -> None:
@@ -93,14 +109,16 @@ class Run:
             max_tokens_per_step=traffic.max_tokens_per_step,
             max_running_requests=traffic.max_running_requests,
             max_context_len=MAX_CONTEXT_LEN,
+            hot=None if traffic.hot is None else hot.HotBlocks(self.kv, most=traffic.hot, most_moves=2),
         )
         self.executor = FakeExecutor(
             block_size=traffic.block_size,
-            rng=self.rng,
+            rng=random.Random(traffic.seed + 1),
             move_failures=traffic.move_failures,
             move_delays=traffic.move_delays,
             request_failures=traffic.request_failures,
             memory_shortages=traffic.memory_shortages,
+            looks=random.Random(traffic.seed),
         )
 
     def finish(self) -> None:
@@ -182,11 +200,22 @@ class Run:
         ids = [chunk.request_id for chunk in plan.requests]
         assert len(set(ids)) == len(ids)
         self.started += [request.request_id for request in plan.new_requests]
+        self.plans.append([(chunk.request_id, chunk.start, len(chunk.token_ids)) for chunk in plan.requests])
+        self._check_copies(plan)
         places = [self.started.index(request_id) for request_id in ids]
         assert places == sorted(places), "requests are not served in the order in which they started"
         if self.traffic.num_tenants == self.traffic.num_priorities == 1:
             arrivals = [int(request_id[1:]) for request_id in self.started]
             assert arrivals == sorted(arrivals), "requests do not start in order of arrival"
+
+    def _check_copies(self, plan: StepPlan) -> None:
+        """A look reads none, other steps all, in the places of their blocks; there are never too many."""
+        copies = self.kv.copies
+        assert len(copies) <= (self.traffic.hot or 0)
+        assert all(copy.tier is Tier.GPU and source.tier is not Tier.GPU for source, copy in copies.items())
+        read = {block for chunk in plan.requests for block in chunk.blocks}
+        assert not read & (copies.keys() if not plan.is_look else set(copies.values()))
+        self.num_copies_read += len(read & set(copies.values()))
 
 
 @settings(max_examples=150, deadline=None)
@@ -260,3 +289,20 @@ def test_newest_block_of_a_lone_request_always_lies_on_the_accelerator(
             if (chunk.start + len(chunk.token_ids)) % block_size:  # the newest block is unfinished
                 assert chunk.blocks[-1].tier is Tier.GPU
         scheduler.update(plan, executor.execute(plan))
+
+
+@settings(max_examples=100, deadline=None)
+@given(traffic=TRAFFIC)
+def test_copies_of_hot_blocks_change_nothing_of_who_computes_when(traffic: Traffic) -> None:
+    """No request starts, waits or yields for their sake: they lie where nobody needs a block."""
+    calm = replace(
+        traffic, request_failures=0.0, move_failures=0.0, move_delays=0.0, memory_shortages=0.0, aheads=0.0, aborts=0.0,
+        block_size=1, gpu=traffic.gpu + 5, recent=(traffic.recent or 0) % 3, spare=traffic.spare + 3,
+    )  # fmt: skip
+    runs = [Run(replace(calm, hot=most)) for most in (None, traffic.hot or 4)]
+    for run in runs:
+        run.finish()
+    event(f"copies are read: {runs[1].num_copies_read > 0}")
+    assert runs[0].plans == runs[1].plans
+    assert runs[0].scheduler.num_preemptions == runs[1].scheduler.num_preemptions
+    assert [each.output_token_ids for each in runs[0].requests] == [each.output_token_ids for each in runs[1].requests]

@@ -92,3 +92,5 @@ class HybridAttention:
         """Launch what follows the last layer."""
         if self._is_bounded and self._handover is not None:
             self._handover.show_answers(self._outs, self._lane_figures)
+        if self._scanned is not None:
+            self._scanned.end()

@@ -46,6 +46,16 @@ class ScanLane:
         self.max_keys = max_blocks * copy.block_size
         self.key_bytes, self.kept_bytes = copy.key_bytes, copy.kept_bytes
         is_cuda = device.type == "cuda"
+        self.kept: Tensor | None = None
+        """[N] int32 on the accelerator: keys of each block that a step has kept so far, of all layers and KV heads;
+        None: nobody counts them."""
+        self.shown_kept: Tensor | None = None
+        """The same in host memory, of the last step that scanned, once it has ended."""
+        self._shown_there: Tensor | None = None
+        if copy.kept is not None:
+            self.kept = torch.zeros_like(copy.kept, device=device)
+            self.shown_kept = torch.zeros(copy.kept.shape, dtype=torch.int32, pin_memory=is_cuda)
+            self._shown_there = view_on_gpu(self.shown_kept) if is_cuda else self.shown_kept
         self.layers: list[_LaneLayer] = []
         for layer_idx in range(spec.num_layers):
             layer = copy.layer(layer_idx)
@@ -53,6 +63,11 @@ class ScanLane:
                 raise InternalError("the scan lane is handed keys that are kept in 8 bits alone")
             parts = (layer.scanned, layer.scales, layer.rows, layer.norms)
             self.layers.append(_LaneLayer(*(view_on_gpu(part) if is_cuda else part for part in parts)))
+
+    def show_kept(self) -> None:
+        """Launch: bring the counts of a step to host memory."""
+        if self.kept is not None and self._shown_there is not None:
+            self._shown_there.copy_(self.kept)
 
 
 class ScannedAttention:
@@ -73,6 +88,8 @@ class ScannedAttention:
             [B] fp32, log of the part of what is near that counts in what the CPU lane may leave out.
         """
         rows = self._rows
+        if self._lane.kept is not None:
+            self._lane.kept.zero_()
         num_dram = (rows.positions + 1 - rows.num_keys[None]).clamp(min=1)
         own = rows.num_streamed / num_dram  # of the keys in DRAM; the rest is the CPU lane's
         self._near_part = own.log()
@@ -88,6 +105,10 @@ class ScannedAttention:
         lane, layer = self._lane, self._lane.layers[layer_idx]
         out, lse, figures = api.attend_scanned(
             q, *layer, self._rows.stream_table, self._rows.num_streamed, near_lse, self._near_part,
-            scale=lane.scale, max_mass=lane.max_mass, max_keys=lane.max_keys,
+            scale=lane.scale, max_mass=lane.max_mass, max_keys=lane.max_keys, kept=lane.kept,
         )  # fmt: skip
         return AttentionState(out, lse), figures
+
+    def end(self) -> None:
+        """Launch what follows the last layer."""
+        self._lane.show_kept()

@@ -23,8 +23,8 @@ class ReplayCommand(click.Command):
             callback=replay,
             short_help="Decide once more what a run's controllers decided.",
             help="Read a file that --control-trace has written, decide each of its lines once more from what it holds "
-            "(HybridGen's feedback, the balance of the GPU's and the CPU's lane), and say where it comes out otherwise "
-            "now. No model is needed. Exit code 1 if anything does.",
+            "(HybridGen's feedback, the balance of the GPU's and the CPU's lane, hot blocks), and say where it comes "
+            "out otherwise now. No model is needed. Exit code 1 if anything does.",
             params=[
                 click.Argument(["trace"], metavar="TRACE"),
                 VerbOption(["as_json", "--json"], is_flag=True, help="print one JSON object instead"),
@@ -49,7 +49,11 @@ def replay(ctx: click.Context, /, *, trace: str, as_json: bool) -> int:
 
 def say_replay(found: "Replay") -> list[str]:
     """For people."""
-    kinds = {"of HybridGen's feedback": found.num_selections, "of the balance of lanes": found.num_shares}
+    kinds = {
+        "of HybridGen's feedback": found.num_selections,
+        "of the balance of lanes": found.num_shares,
+        "of hot blocks": found.num_hot,
+    }
     parts = ", ".join(f"{number} {kind}" for kind, number in kinds.items() if number)
     decisions = "1 decision" if found.num_decisions == 1 else f"{found.num_decisions} decisions"
     if found.first is None:

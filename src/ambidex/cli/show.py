@@ -90,6 +90,7 @@ def stats_rows(stats: "EngineStats") -> list[tuple[str, str]]:
         ("tokens from the prefix cache", str(stats.num_cached_tokens)),
         *((f"fallback {kind}", str(num)) for kind, num in stats.fallbacks.items()),
         *selection_rows(stats),
+        *hot_rows(stats),
         *neuron_rows(stats),
     ]  # fmt: skip
     for name, num_tokens, seconds in (
@@ -115,6 +116,23 @@ def selection_rows(stats: "EngineStats") -> list[tuple[str, str]]:
     if figures.num_verified:
         rows.append(("bounds verified", f"{figures.num_verified}, largest error {figures.max_error:.3g}"))
     return rows
+
+
+def hot_rows(stats: "EngineStats") -> list[tuple[str, str]]:
+    """What came of copies of hot blocks, if there can be any."""
+    figures = stats.hot
+    if figures is None:
+        return []
+    return [
+        (
+            "hot blocks copied",
+            f"{figures.num_promoted}, {figures.num_dropped} of them given up, {figures.num_blocks} there now",
+        ),
+        (
+            "kept keys of blocks in DRAM",
+            f"{100 * figures.hit_rate:.1f} % in blocks with a copy, in {figures.num_looks} looks",
+        ),
+    ]
 
 
 def neuron_rows(stats: "EngineStats") -> list[tuple[str, str]]:
@@ -166,6 +184,7 @@ def stats_json(stats: "EngineStats") -> dict[str, Any]:
         "lane_bytes": dict(stats.lane_bytes),
         "seconds": dict(stats.seconds),
         "selection": None if stats.selection is None else asdict(stats.selection),
+        "hot": None if stats.hot is None else asdict(stats.hot),
         "neurons": None if stats.neurons is None else asdict(stats.neurons),
     }
 

@@ -314,6 +314,12 @@ class EngineConfig:
         "what bounded chooses by: scan is the native op, 8-bit scores and their error; exact (K itself) and int8 are "
         "the reference form; auto: scan, or exact where it cannot be had",
     )  # fmt: skip
+    hot_tokens: int | None = setting(
+        None, SettingKind.INT,
+        "tokens of the accelerator's KV that bounded leaves to copies of the blocks in DRAM whose keys it keeps most, "
+        "rounded up to blocks; 0: there are none; default: what is free beside sink and recent tokens",
+        unit="tokens", low=0,
+    )  # fmt: skip
     num_threads: int | None = setting(
         None,
         SettingKind.INT,
@@ -335,8 +341,8 @@ class EngineConfig:
     control_trace: str | None = setting(
         None,
         SettingKind.TEXT,
-        "write each decision of the controllers (hybridgen's feedback, share of the stream lane) to this file, a JSON "
-        "line each",
+        "write each decision of the controllers (hybridgen's feedback, shares of lanes, hot blocks) to this file, a "
+        "JSON line each",
     )
     verify: bool = setting(
         False, SettingKind.SWITCH,

@@ -138,6 +138,7 @@ class PolicySettings:
     accuracy_profile: str | None = None
     max_dropped_mass: float | None = None
     bounded_scores: BoundedScores | None = None
+    hot_tokens: int | None = None
     seed: int = 0
 
     @property
@@ -196,6 +197,8 @@ class PolicyOptions(Protocol):
     def max_dropped_mass(self) -> float | None: ...
     @property
     def bounded_scores(self) -> BoundedScores: ...
+    @property
+    def hot_tokens(self) -> int | None: ...
 
 
 Default = int | float | str | None
@@ -205,12 +208,13 @@ _OPTIONS: Final = (
     *_BUDGET_OPTIONS, "recent_percent", "sink_tokens", "h2o_form", "tau_start", "tau_end", "page_tokens",
     "exact_layers", "alpha", "partial_percent", "hybridgen_mode", "hybridgen_feedback", "min_selected_tokens",
     "near_tokens", "accuracy_profile", "max_dropped_mass", "bounded_scores",
+    "hot_tokens",
 )  # fmt: skip
 
 DEFAULTS: Final[Mapping[PolicyName, Mapping[str, Default]]] = {
     PolicyName.EXACT: {},
     # design of this project: a dropped mass of 0.01 keeps about a sixth of the rows of a real model at 4K tokens
-    PolicyName.BOUNDED: {"max_dropped_mass": 0.01, "bounded_scores": BoundedScores.AUTO},
+    PolicyName.BOUNDED: {"max_dropped_mass": 0.01, "bounded_scores": BoundedScores.AUTO, "hot_tokens": None},
     # the class's defaults, 4 + 512 (mit-han-lab/streaming-llm)
     PolicyName.STREAMING_LLM: {"policy_tokens": 516, "policy_percent": None, "sink_tokens": 4},
     # the paper's 20 %, half and half (arXiv:2306.14048, section 5)

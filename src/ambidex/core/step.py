@@ -27,6 +27,8 @@ class BlockMove:
     move_id: MoveId
     source: BlockRef
     target: BlockRef
+    keeps_source: bool = False
+    """The target becomes a copy: the source stays what it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,8 @@ class StepPlan:
     finished_requests: tuple[RequestId, ...] = ()
     selection: SelectionSetting | None = None
     """What a policy that is steered by feedback shall select; None: as it was set."""
+    is_look: bool = False
+    """The result says of which blocks keys were kept."""
 
     @property
     def num_tokens(self) -> int:
@@ -184,6 +188,9 @@ class StepResult:
     """What the policy chose in this step; None: there is none, all keys are attended."""
     stages: StageTimes | None = None
     """Times of a decode step's stages, where a policy is steered by them."""
+    kept_keys: Mapping[BlockRef, int] | None = None
+    """In a look: by block whose keys were scanned those that were kept, over all layers and KV heads; blocks of which
+    none was are left out. None: it was none, or nothing was scanned."""
     num_graph_failures: int = 0
     """Captures of graphs that have failed so far; after the first, steps are no longer captured."""
     num_row_refusals: int = 0

@@ -79,6 +79,7 @@ class EngineCore:
             num_preemptions=self.scheduler.num_preemptions,
             num_cached_tokens=self.scheduler.num_cached_tokens,
             cache=self.scheduler.cache_stats(),
+            hot=self.scheduler.hot_figures,
         )
         self.stats.note_fallback(Fallback.SMALLER_CHUNKS, self.scheduler.num_smaller_chunks)
         if result.tokens:

@@ -55,13 +55,15 @@ class FixedBytes:
     streamed: int
     near_rows: int = 0
     """What a policy keeps there of K and V beside the blocks."""
+    hot: int = 0
+    """Buffers through which copies of hot blocks come."""
     predictor: int = 0
     """What its predictor keeps there, but for what it keeps of each token."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.workspace + self.graphs + self.streamed + self.near_rows + self.predictor
+        return self.workspace + self.graphs + self.streamed + self.near_rows + self.hot + self.predictor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,7 @@ def fixed_bytes(
     graph_modes: int = 1,
     stream: StreamBuffers | None = None,
     rows: KeptRows | None = None,
+    hot: int = 0,
     predictor: PredictorState | None = None,
 ) -> FixedBytes:
     """What the accelerator's budget pays before weights and KV.
@@ -110,6 +113,7 @@ def fixed_bytes(
         graph_modes: modes of a policy, each with graphs of its own.
         stream: buffers of the stream lane; None: there is none.
         rows: what a policy keeps of K and V beside the blocks; None: nothing.
+        hot: bytes of the buffers for copies of hot blocks.
         predictor: what its predictor keeps; None: it has none.
     """
     most_rows, max_context_len = most_requests(config), _wanted_context_len(config, spec)
@@ -125,6 +129,7 @@ def fixed_bytes(
         graphs=graph_bytes(spec, graph_buckets, num_bytes=activations.num_bytes, num_modes=graph_modes),
         streamed=stream.num_bytes if stream is not None else 0,
         near_rows=rows.gpu_bytes(most_rows, max_context_len) if rows is not None else 0,
+        hot=hot,
         predictor=predictor.fixed_bytes(most_rows, max_context_len) if predictor is not None else 0,
     )
 
@@ -187,6 +192,7 @@ def plan_memory(
     if gpu_blocks < 0 or gpu_budget < taken:
         ring = f", weights on their way {format_size(weights.ring)}" if weights.ring else ""
         near = f", near rows of `policy` {config.policy} {format_size(fixed.near_rows)}" if fixed.near_rows else ""
+        near += f", buffers for hot blocks {format_size(fixed.hot)}" if fixed.hot else ""
         near += f", its predictor {format_size(fixed.predictor)}" if fixed.predictor else ""
         raise ConfigError(
             f"`gpu_memory` {format_size(gpu_budget)} is too small: weights take {format_size(weights.on_gpu)}{ring}, "
@@ -234,6 +240,7 @@ def plan_memory(
         ("graphs", fixed.graphs),
         ("stream", fixed.streamed),
         ("near rows", fixed.near_rows),
+        ("hot blocks", fixed.hot),
         ("predictor", fixed.predictor + predicted_bytes),
     ):
         if num_bytes:

@@ -35,6 +35,7 @@ def make_report(
     memory: MemoryPlan,
     pools: Mapping[Tier, PoolFacts],
     fallbacks: Sequence[ReportRow],
+    more_kv: Sequence[ReportRow] = (),
     cxl: Sequence[ReportRow] = (),
     plan: RunPlan | None = None,
 ) -> EngineReport:
@@ -43,10 +44,11 @@ def make_report(
     Args:
         compute: what computes, and how.
         fallbacks: what the engine does without.
+        more_kv: of the KV cache.
         cxl: where K and V in host memory lie, if not all in DRAM.
         plan: what lies where, if not all lies on the accelerator.
     """
-    rows = [*_model_rows(model_name, spec), *compute, *_kv_rows(config, kv, memory, pools)]
+    rows = [*_model_rows(model_name, spec), *compute, *_kv_rows(config, kv, memory, pools), *more_kv]
     for tier, pool in pools.items():
         rows += _tier_rows(config, tier, pool, memory)
     rows += cxl

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from ambidex.core.hot import HotFigures
 from ambidex.core.ids import Fallback, Lane, Tier
 from ambidex.core.request import FinishReason, Request
 from ambidex.core.sparsity import NeuronFigures
@@ -25,7 +26,8 @@ class EngineStats:
     there, `num_recomputed_tokens` were there, but computed, which was faster. `num_refused_files` were not used, since
     they are not what was written or none of ours; `num_failed_saves` blocks could not be written.
     With `--verify`, `num_verified_blocks` counts comparisons of a block's checksum, corrupt ones those that failed.
-    `selection` is what the policy chose, None if it is `exact`; `neurons` is what was left out of MLPs.
+    `selection` is what the policy chose, None if it is `exact`; `neurons` is what was left out of MLPs; `hot` what
+    came of copies of hot blocks, None if there can be none.
 
     A step in which each request computes one token counts for decode, any other for prefill, with all its seconds.
     `num_prefill_tokens` are those computed in chunks there, `num_decode_tokens` those answered in decode steps, and
@@ -60,6 +62,7 @@ class EngineStats:
     decode_seconds: float = 0.0
     selection: SelectionFigures | None = None
     neurons: NeuronFigures | None = None
+    hot: HotFigures | None = None
     kv_bytes: dict[Tier, int] = field(default_factory=dict)
     cached_bytes: dict[Tier, int] = field(default_factory=dict)
     peak_kv_bytes: dict[Tier, int] = field(default_factory=dict)
@@ -100,8 +103,11 @@ class EngineStats:
             self.num_decode_keys += sum(request.start for request in plan.requests)
             self.decode_seconds += duration
 
-    def record_scheduling(self, *, num_preemptions: int, num_cached_tokens: int, cache: PrefixCacheStats) -> None:
+    def record_scheduling(
+        self, *, num_preemptions: int, num_cached_tokens: int, cache: PrefixCacheStats, hot: HotFigures | None
+    ) -> None:
         """Note the counts of the scheduler as they stand."""
+        self.hot = hot
         self.num_preemptions = num_preemptions
         self.num_cached_tokens = num_cached_tokens
         self.num_evicted_blocks = cache.num_evicted_blocks

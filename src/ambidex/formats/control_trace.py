@@ -3,14 +3,20 @@ is written by `decision_json` is taken, and what is wrong is named with its plac
 
     {"kind": "selection", "before": …, "times": …, "limits": …, "after": …}      HybridGen's feedback
     {"kind": "share", "before": …, "seen": …, "after": …}                        the balance of the lanes
+    {"kind": "hot", "before": …, "look": …, "after": …}                          copies of hot blocks
+
+Blocks are named by tier and id: "dram 7".
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from ambidex.core.errors import ConfigError
+from ambidex.core.hot import BlockScore, HotDecision, HotLook, HotState
+from ambidex.core.ids import BlockId, Tier
 from ambidex.core.policy import HybridGenMode
 from ambidex.core.selection import (
     LaneTimes,
@@ -22,12 +28,14 @@ from ambidex.core.selection import (
     ShareState,
     StageTimes,
 )
+from ambidex.core.step import BlockRef
 from ambidex.formats.json_file import show
 
-Decision = SelectionDecision | ShareDecision
+Decision = SelectionDecision | ShareDecision | HotDecision
 
-MAX_LINE_BYTES: Final = 16 * 1024
-"""A line has some 800; what has more is no trace, and is not read whole."""
+MAX_LINE_BYTES: Final = 8 * 1024 * 1024
+"""A line has some 800, one of hot blocks 80 more for each block of which keys were kept; what has more is no trace, and
+is not read whole."""
 MAX_COUNT: Final = 2**31 - 1
 MAX_SECONDS: Final = 1e6
 """Of one stage of one step."""
@@ -35,12 +43,17 @@ MIN_SECONDS: Final = 1e-12
 """Of what is divided by."""
 _SELECTION: Final = ("kind", "before", "times", "limits", "after")
 _SHARE: Final = ("kind", "before", "seen", "after")
+_HOT: Final = ("kind", "before", "look", "after")
 _TIMES: Final = ("gpu_s", "cpu_s", "transfer_s")
+_NUMBER: Final = re.compile(r"0|[1-9][0-9]{0,8}")
 _COUNTS: Final = ("num_roomy_steps", "num_steps", "num_returns")
 
 
 def decision_json(decision: Decision) -> dict[str, Any]:
     """A decision as JSON has it."""
+    if isinstance(decision, HotDecision):
+        look = asdict(decision.look) | {"kept": {_name(block): num for block, num in decision.look.kept}}
+        return {"kind": "hot", "before": _hot_json(decision.before), "look": look, "after": _hot_json(decision.after)}
     return {"kind": "selection" if isinstance(decision, SelectionDecision) else "share", **asdict(decision)}
 
 
@@ -73,8 +86,15 @@ def parse_decision(line: bytes) -> Decision:
                 seen=_seen(whole.group("seen")),
                 after=_state(whole.group("after")),
             )
+        case "hot":
+            whole.check_names(_HOT)
+            return HotDecision(
+                before=_hot_state(whole.group("before")),
+                look=_hot_look(whole.group("look")),
+                after=_hot_state(whole.group("after")),
+            )
         case kind:
-            raise ConfigError(f"its `kind` is {show(kind)}: it must be 'selection' or 'share'")
+            raise ConfigError(f"its `kind` is {show(kind)}: it must be 'selection', 'share' or 'hot'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +211,58 @@ def _state(fields: _Fields) -> ShareState:
         mixed_share=fields.number("mixed_share", high=1.0),
         may_be_alone=fields.flag("may_be_alone"),
     )
+
+
+def _hot_json(state: HotState) -> dict[str, Any]:
+    scores = {_name(item.block): [item.score, item.num_looks] for item in state.scores}
+    return asdict(state) | {"scores": scores, "wanted": list(map(_name, state.wanted))}
+
+
+def _hot_state(fields: _Fields) -> HotState:
+    fields.check_names(("scores", "wanted", "most", "num_slow", "interval"))
+    scores = fields.group("scores")
+    wanted = fields.values["wanted"]
+    if not isinstance(wanted, list) or len(set(map(str, wanted))) < len(wanted):
+        raise fields._error("wanted", "a list of blocks, each once")
+    return HotState(
+        scores=tuple(_score(scores, name) for name in scores.values),
+        wanted=tuple(_block(name) for name in wanted),
+        most=fields.count("most", high=MAX_COUNT + 1),
+        num_slow=fields.count("num_slow"),
+        interval=fields.count("interval", low=1),
+    )
+
+
+def _score(fields: _Fields, name: str) -> BlockScore:
+    pair = fields.values[name]
+    if not isinstance(pair, list) or [type(number) for number in pair] != [int, int]:
+        raise fields._error(name, "two whole numbers")
+    for number in pair:
+        if not 1 <= number <= MAX_COUNT:
+            raise fields._error(name, f"two whole numbers from 1 to {MAX_COUNT}")
+    return BlockScore(block=_block(name), score=pair[0], num_looks=pair[1])
+
+
+def _hot_look(fields: _Fields) -> HotLook:
+    fields.check_names(("kept", "room", "look_s", "step_s"))
+    kept = fields.group("kept")
+    return HotLook(
+        kept=tuple((_block(name), kept.count(name, low=1)) for name in kept.values),
+        room=fields.count("room"),
+        look_s=fields.number("look_s", high=MAX_SECONDS),
+        step_s=None if fields.values["step_s"] is None else fields.number("step_s", high=MAX_SECONDS),
+    )
+
+
+def _name(block: BlockRef) -> str:
+    return f"{block.tier} {block.block_id}"
+
+
+def _block(name: object) -> BlockRef:
+    tier, _, number = name.partition(" ") if isinstance(name, str) else ("", "", "")
+    if tier not in (Tier.DRAM.value, Tier.CXL.value) or not _NUMBER.fullmatch(number):
+        raise ConfigError(f"a block is named {show(name)}: it must be like 'dram 7'")
+    return BlockRef(Tier(tier), BlockId(int(number)))
 
 
 def _reject_repeated_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:

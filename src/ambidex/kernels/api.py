@@ -179,6 +179,7 @@ def attend_scanned(
     scale: float,
     max_mass: float,
     max_keys: int,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attend with one query of each of B requests over its first keys without those that hardly count (decode).
 
@@ -198,6 +199,7 @@ def attend_scanned(
         scale: factor of q·k, positive.
         max_mass: at least 0 and below 1.
         max_keys: that all requests together see at most.
+        kept: [N] int32, to which the keys of each block that are kept are added, of all KV heads; None: nobody counts.
     Returns:
         out [B, Hq, D] fp32; lse [B, Hq] fp32, natural log; figures [B, Hq, 3] fp32: the share that was left out of the
         softmax over these keys and that part, at most; the longest value; keys kept of the head's group.
@@ -230,12 +232,16 @@ def attend_scanned(
         raise ShapeError("attend_scanned: expected contiguous pools and lse")
     if not 0 <= max_mass < 1:
         raise ShapeError(f"attend_scanned: max_mass: expected at least 0 and below 1, got {max_mass}")
+    if kept is not None:
+        check_shapes(scan_pool=(scan_pool, "Hkv N P Dp"), kept=(kept, "N"))
+        if kept.dtype != torch.int32 or kept.device != q.device:
+            raise ShapeError(f"kept: expected int32 on {q.device}, got {kept.dtype} on {kept.device}")
     arguments = (q, scan_pool, scan_scales, rows, norms, block_table, num_keys, near_lse, near_part)
     if choose("attend_scanned", q.device.type).name == "triton":
         from ambidex.kernels.triton import attend_scanned as triton_scanned
 
-        return triton_scanned.attend_scanned(*arguments, scale=scale, max_mass=max_mass, max_keys=max_keys)
-    return scanned.attend_scanned(*arguments, scale=scale, max_mass=max_mass)
+        return triton_scanned.attend_scanned(*arguments, scale=scale, max_mass=max_mass, max_keys=max_keys, kept=kept)
+    return scanned.attend_scanned(*arguments, scale=scale, max_mass=max_mass, kept=kept)
 
 
 def attend_chosen(

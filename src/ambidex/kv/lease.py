@@ -25,6 +25,10 @@ class KVLease:
     table: tuple[BlockRef, ...] = ()
     """What the last step was told of `blocks`: the same object as long as nothing changes, so that it compares at once.
     Empty when a block has come or moved since."""
+    copied_table: tuple[BlockRef, ...] = ()
+    """What the last step was told instead, where blocks have copies; likewise the same object."""
+    copied_from: tuple[tuple[BlockRef, ...], int, int, int] = ((), 0, 0, 0)
+    """What that was made of: the table, the blocks of it that may have copies, and how many copies there were."""
     cached: "dict[int, CachedBlock]" = field(default_factory=dict)
     """Those of its blocks that others can find, by their place."""
     num_named: int = 0

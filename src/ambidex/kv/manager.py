@@ -6,7 +6,7 @@ is: counted, and free to be chosen again in a later step.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -49,6 +49,7 @@ class KVManager:
         regions: how contexts are cut into sink, middle and recent blocks.
         cache: what may be kept of requests that have ended.
         num_kept_free: blocks of DRAM that are kept free for what comes, as long as the oldest can go to the CXL tier.
+        num_for_copies: blocks of the accelerator tier that contexts leave to copies as long as other tiers have room.
 
     Raises:
         ConfigError: no tier has a block.
@@ -61,6 +62,7 @@ class KVManager:
         cache: PrefixCacheLimits = _NO_CACHE,
         *,
         num_kept_free: int = 1,
+        num_for_copies: int = 0,
     ) -> None:
         self._tiers = TieredBlocks(capacities)
         if not self._tiers.tiers:
@@ -73,7 +75,7 @@ class KVManager:
         self._spills = {Tier.DRAM, Tier.CXL} <= set(self._below)
         self._num_kept_free = min(num_kept_free, capacities.get(Tier.DRAM, 0) // 2)
         self._block_size = regions.block_size
-        self._residency = Residency(regions, capacities.get(Tier.GPU, 0))
+        self._residency = Residency(regions, max(0, capacities.get(Tier.GPU, 0) - num_for_copies))
         self._cache = PrefixCache(
             self._tiers,
             cache,
@@ -278,6 +280,87 @@ class KVManager:
                 moves.append(move)
         return (*moves, *self._begin_idle_demotions(), *self._begin_spills(num_computed_tokens))
 
+    @property
+    def copies(self) -> Mapping[BlockRef, BlockRef]:
+        """Copies on the accelerator tier, by the block in host memory that each is of; the first of them go last."""
+        return self._tiers.copies
+
+    @property
+    def num_copied(self) -> int:
+        """Copies that were made since the start."""
+        return self._tiers.num_copied
+
+    @property
+    def copy_room(self) -> int:
+        """Places of the accelerator tier that copies may have now, with those that they have: free ones, but for what
+        residency wants there and has not yet."""
+        usage = self._tiers.usage().get(Tier.GPU)
+        if usage is None:
+            return 0
+        num_wanted = sum(kept.num_first + kept.num_last for kept in self._choose()) - self._cache.num_doubles
+        return max(0, usage.free + usage.in_flight - max(0, num_wanted - usage.used))
+
+    def begin_copies(
+        self, wanted: Sequence[BlockRef], num_computed_tokens: Mapping[KVLease, int], *, most: int
+    ) -> tuple[BlockMove, ...]:
+        """Begin to copy the first of these blocks to the accelerator tier, as far as there is room for copies.
+
+        Those that are copied or move already are passed over, and those that no lease reads or that are not full.
+
+        Args:
+            num_computed_tokens: as in `begin_demotions`.
+            most: moves that are begun.
+        """
+        in_flight = self._tiers.usage()[Tier.GPU].in_flight if Tier.GPU in self._tiers.tiers else 0
+        most = min(most, self.copy_room - len(self.copies) - in_flight)
+        left = set(wanted) - self.copies.keys() if most > 0 else set()
+        if not left:
+            return ()
+        places = {
+            block: (lease, block_idx)
+            for lease in self._leases.values()
+            for block_idx, block in enumerate(lease.blocks[: num_computed_tokens.get(lease, 0) // self._block_size])
+            if block in left and block_idx not in lease.moving
+        }
+        moves: list[BlockMove] = []
+        for block in wanted:
+            if len(moves) == most:
+                break
+            if block in places:
+                move = self._tiers.begin_copy(block, Tier.GPU)
+                if move is None:
+                    break
+                self._note_move(*places[block], move)
+                moves.append(move)
+        return tuple(moves)
+
+    def drop_copies(self, blocks: Iterable[BlockRef]) -> None:
+        """Of these blocks, which have copies, none is needed any more."""
+        for block in blocks:
+            self._tiers.drop_copy(block)
+
+    def order_copies(self, blocks: Iterable[BlockRef]) -> None:
+        """When places are needed, the copies of these blocks go last, the first of them at the very last."""
+        self._tiers.order_copies(blocks)
+
+    def tell_left(self, tell: Callable[[BlockRef], None]) -> None:
+        """Who is told from now on of blocks that do not hold their tokens any more, or that nobody reads."""
+        self._tiers.tell_left = tell
+
+    def with_copies(self, lease: KVLease, table: tuple[BlockRef, ...], *, num_old: int) -> tuple[BlockRef, ...]:
+        """A table of the lease with the first `num_old` blocks named by their copies, where they have any; the same
+        object as long as nothing changes."""
+        copies = self._tiers.copies
+        if not copies:
+            return table
+        known = (table, num_old, self._tiers.num_copied, len(copies))
+        if lease.copied_from[0] is not table or lease.copied_from[1:] != known[1:]:
+            found = (*(copies.get(block, block) for block in table[:num_old]), *table[num_old:])
+            lease.copied_from = known
+            if found != lease.copied_table:
+                lease.copied_table = found
+        return lease.copied_table
+
     def finish_moves(self, finished: Iterable[MoveId], failed: Iterable[MoveId]) -> None:
         """End moves: finished ones are committed, failed ones aborted and counted.
 
@@ -288,10 +371,14 @@ class KVManager:
             self._tiers.commit_move(move_id)
             mover = self._movers.pop(move_id, None)
             if isinstance(mover, CachedBlock):
-                self._cache.end_move(mover, is_committed=True)
+                is_copy = mover.move is not None and mover.move.keeps_source
+                self._cache.end_move(mover, is_committed=not is_copy)
             elif mover is not None:
                 lease, block_idx = mover
-                lease.blocks[block_idx] = lease.moving.pop(block_idx).target
+                move = lease.moving.pop(block_idx)
+                if move.keeps_source:
+                    continue
+                lease.blocks[block_idx] = move.target
                 lease.table = ()
                 lease.on_accelerator.discard(block_idx)
         num_failed = 0
@@ -369,14 +456,18 @@ class KVManager:
             if self._tiers.num_free_on(tier) or self._cache.try_evict(tier):
                 move = self._tiers.begin_move(lease.blocks[block_idx], tier)
                 if move is not None:
-                    cached = lease.cached.get(block_idx)
-                    if cached is not None:
-                        self._cache.begin_move(cached, move)
-                    else:
-                        lease.moving[block_idx] = move
-                    self._movers[move.move_id] = cached or (lease, block_idx)
+                    self._note_move(lease, block_idx, move)
                     return move
         return None
+
+    def _note_move(self, lease: KVLease, block_idx: int, move: BlockMove) -> None:
+        """A move of a lease's block has begun."""
+        cached = lease.cached.get(block_idx)
+        if cached is not None:
+            self._cache.begin_move(cached, move)
+        else:
+            lease.moving[block_idx] = move
+        self._movers[move.move_id] = cached or (lease, block_idx)
 
     def _begin_spills(self, num_computed_tokens: Mapping[KVLease, int]) -> list[BlockMove]:
         """Clear places of DRAM for newer blocks: idle blocks leave first, then the oldest of running requests."""

@@ -6,9 +6,11 @@ data plane.
                                             cached ── drop ──▶ free
     free ── try_reserve ──▶ in flight ── commit ──▶ used, or cached
                             in flight ── cancel ──▶ free
+                            in flight ── lend ──▶ free, and lent ── reclaim ──▶ free
 
 A block in flight is the target of a move: nobody reads it, nobody may take it. A cached block holds tokens that no
-request reads now.
+request reads now. A lent block is free, and holds a copy of another one until somebody takes it: it must be reclaimed
+for that, which `try_take` and `try_reserve` leave to the caller.
 """
 
 import heapq
@@ -20,13 +22,14 @@ from ambidex.core.ids import BlockId, Tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolUsage:
-    """Blocks of one tier by state."""
+    """Blocks of one tier by state; `copies` of the free ones hold copies."""
 
     total: int
     free: int
     used: int
     in_flight: int
     cached: int = 0
+    copies: int = 0
 
 
 class BlockPool:
@@ -41,21 +44,28 @@ class BlockPool:
         self._used: set[BlockId] = set()
         self._cached: set[BlockId] = set()
         self._in_flight: set[BlockId] = set()
+        self._lent: set[BlockId] = set()
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be taken now."""
-        return len(self._free)
+        """Blocks that can be taken now, lent ones when they are reclaimed."""
+        return len(self._free) + len(self._lent)
+
+    @property
+    def num_lent(self) -> int:
+        """Free blocks that hold copies."""
+        return len(self._lent)
 
     @property
     def usage(self) -> PoolUsage:
         """Blocks by state."""
         return PoolUsage(
             total=self._num_blocks,
-            free=len(self._free),
+            free=self.num_free,
             used=len(self._used),
             in_flight=len(self._in_flight),
             cached=len(self._cached),
+            copies=len(self._lent),
         )
 
     def is_used(self, block_id: BlockId) -> bool:
@@ -71,11 +81,11 @@ class BlockPool:
         return block_id in self._in_flight
 
     def try_take(self) -> BlockId | None:
-        """A free block, now used; None if there is none."""
+        """A free block that is not lent, now used; None if there is none."""
         return self._take_into(self._used)
 
     def try_reserve(self) -> BlockId | None:
-        """A free block, now in flight; None if there is none."""
+        """A free block that is not lent, now in flight; None if there is none."""
         return self._take_into(self._in_flight)
 
     def give_back(self, block_id: BlockId) -> None:
@@ -108,13 +118,23 @@ class BlockPool:
         self._leave(self._in_flight, block_id, "in flight")
         heapq.heappush(self._free, block_id)
 
+    def lend(self, block_id: BlockId) -> None:
+        """A block in flight becomes free, and holds a copy."""
+        self._leave(self._in_flight, block_id, "in flight")
+        self._lent.add(block_id)
+
+    def reclaim(self, block_id: BlockId) -> None:
+        """A lent block holds nothing any more."""
+        self._leave(self._lent, block_id, "lent")
+        heapq.heappush(self._free, block_id)
+
     def check(self) -> None:
         """Every block is in exactly one state.
 
         Raises:
             InternalError: a block is lost or is in two states.
         """
-        blocks = sorted([*self._free, *self._used, *self._cached, *self._in_flight])
+        blocks = sorted([*self._free, *self._lent, *self._used, *self._cached, *self._in_flight])
         if blocks != list(range(self._num_blocks)):
             raise InternalError(
                 f"tier {self._tier} has {self._num_blocks} blocks, but {self.usage} hold {len(set(blocks))} of them"

@@ -41,7 +41,18 @@ class HostIds:
         return replace(plan, requests=requests, moves=tuple(map(self._move, plan.moves)))
 
     def _move(self, move: BlockMove) -> BlockMove:
-        return BlockMove(move_id=move.move_id, source=self.place(move.source), target=self.place(move.target))
+        return replace(move, source=self.place(move.source), target=self.place(move.target))
+
+    def named(self, result: StepResult) -> StepResult:
+        """The result with the blocks of the pool as the control plane names them."""
+        if result.kept_keys is None:
+            return result
+        return replace(result, kept_keys={self._name(block): num for block, num in result.kept_keys.items()})
+
+    def _name(self, block: BlockRef) -> BlockRef:
+        if block.tier is not Tier.DRAM or block.block_id < self._num_near:
+            return block
+        return BlockRef(Tier.CXL, BlockId(block.block_id - self._num_near))
 
     def _table(self, request_id: RequestId, blocks: tuple[BlockRef, ...]) -> tuple[BlockRef, ...]:
         """The blocks of a request; the same object as long as it is handed the same."""
@@ -64,7 +75,7 @@ class MergedExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry out the plan."""
-        return self._steps.execute(self._ids.merge(plan))
+        return self._ids.named(self._steps.execute(self._ids.merge(plan)))
 
     def before(self, launch: Callable[[StepPlan], Launched]) -> Callable[[StepPlan], Launched]:
         """The same in front of another way to carry out plans."""

@@ -22,7 +22,8 @@ from ambidex.runner.decode import DecodeOutput, FixedSteps, LaunchedDecode
 from ambidex.runner.input_batch import InputBatch
 from ambidex.runner.sampler import Sampler
 from ambidex.runner.torch_threads import TorchThreads
-from ambidex.storage.copy import CopyEngine
+from ambidex.storage.copy import CopyEngine, MoveOutcome
+from ambidex.storage.promotions import Promotions
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class ModelRunner:
         tracer: is told the sections of each step.
         device_clock: tells what the device did meanwhile; None: nobody does.
         bounded: the bounded policy in its native form, which is told what each step writes.
+        promotions: copies blocks of DRAM to the accelerator beside a step; None: no plan asks for that.
         before_step: called before each step, when the CPU has no part in one; None: nothing is.
     """
 
@@ -103,6 +105,7 @@ class ModelRunner:
         tracer: Tracer | None = None,
         device_clock: CudaClock | None = None,
         bounded: BoundedScan | None = None,
+        promotions: Promotions | None = None,
         before_step: Callable[[], None] | None = None,
     ) -> None:
         self.model = model
@@ -117,6 +120,7 @@ class ModelRunner:
         self._tracer = tracer or NullTracer()
         self._device_clock = device_clock
         self._bounded = bounded
+        self._promotions = promotions
         self._before_step = before_step
         self._last_end = 0.0  # of the last step that was launched; `time.perf_counter` seconds
 
@@ -155,25 +159,33 @@ class ModelRunner:
             self._bounded.note(plan)
         if plan.selection is not None and self._selective is not None:
             self._selective.apply(plan.selection)
-        moves = self._copies.run(plan.moves)
+        moves = self._copies.run([move for move in plan.moves if not move.keeps_source])
+        if self._promotions is not None:
+            self._promotions.begin([move for move in plan.moves if move.keeps_source])
         clock.lap("moves")
         failures: dict[RequestId, str] = {}
         out_of_memory: dict[RequestId, str] = {}
         computed = _Computed()
-        while plan.requests:
-            try:
-                with self._device_clock.measure(Track.GPU, "compute") if self._device_clock else nullcontext():
-                    computed = self._compute(plan, clock)
-                break
-            except torch.OutOfMemoryError as error:
-                self._attention.settle()
-                largest = max(plan.requests, key=lambda request: (len(request.token_ids), request.start))
-                out_of_memory[largest.request_id] = str(error)
-                plan = replace(plan, requests=tuple(r for r in plan.requests if r is not largest))
-            except LaneError as error:
-                failures |= {request.request_id: str(error) for request in plan.requests}
-                logger.warning("the requests of a step failed: %s", error)
-                break
+        promoted = MoveOutcome(finished=(), failed=())
+        try:
+            while plan.requests:
+                try:
+                    with self._device_clock.measure(Track.GPU, "compute") if self._device_clock else nullcontext():
+                        computed = self._compute(plan, clock)
+                    break
+                except torch.OutOfMemoryError as error:
+                    self._attention.settle()
+                    largest = max(plan.requests, key=lambda request: (len(request.token_ids), request.start))
+                    out_of_memory[largest.request_id] = str(error)
+                    plan = replace(plan, requests=tuple(r for r in plan.requests if r is not largest))
+                except LaneError as error:
+                    failures |= {request.request_id: str(error) for request in plan.requests}
+                    logger.warning("the requests of a step failed: %s", error)
+                    break
+        finally:  # also when the step breaks off: nobody may take a block that is still written
+            if self._promotions is not None:
+                promoted = self._promotions.finish()
+                clock.lap("moves")
         clock.seconds["total"] = clock.total()
         if self._device_clock is not None:
             self._device_clock.end_step()
@@ -181,14 +193,15 @@ class ModelRunner:
             tokens=computed.tokens,
             failures=failures | computed.failures,
             out_of_memory=out_of_memory,
-            finished_moves=moves.finished,
-            failed_moves=moves.failed,
+            finished_moves=moves.finished + promoted.finished,
+            failed_moves=moves.failed + promoted.failed,
             seconds=clock.seconds,
             lane_bytes=computed.lane_bytes,
             lane_seconds=computed.lane_seconds,
             is_replayed=computed.is_replayed,
             selection=computed.selection,
             stages=self._stage_times(clock) if computed.tokens else None,
+            kept_keys=self._bounded.find_kept() if plan.is_look and self._bounded is not None else None,
             num_graph_failures=self.decode_steps.num_failures if self.decode_steps is not None else 0,
             num_row_refusals=self._selective.num_row_refusals if self._selective is not None else 0,
         )

@@ -1,11 +1,12 @@
 """`StepDraft`: a step while it is put together; `InFlight`: what is kept of its plan until that comes back."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ambidex.core.ids import RequestId
 from ambidex.core.selection import SelectionSetting
 from ambidex.core.step import BlockMove, BlockRef, NewRequest, ScheduledRequest, StepPlan
+from ambidex.kv.manager import KVManager
 from ambidex.sched.budget import TokenBudget
 from ambidex.sched.entry import Entry
 
@@ -64,14 +65,35 @@ class StepDraft:
             )
         )
 
+    @property
+    def is_decode(self) -> bool:
+        """There are requests, and each computes one token."""
+        return bool(self.chunks) and all(len(chunk.token_ids) == 1 for chunk in self.chunks)
+
+    def read_copies(self, kv: KVManager) -> None:
+        """Read blocks from their copies, where there are any: once all blocks of the step are taken, for whose sake
+        copies may have gone."""
+        for place, chunk in enumerate(self.chunks):
+            lease = self.entries[chunk.request_id].lease
+            assert lease is not None, "a request of the step runs"
+            blocks = kv.with_copies(lease, chunk.blocks, num_old=chunk.start // kv.block_size)
+            if blocks is not chunk.blocks:
+                self.chunks[place] = replace(chunk, blocks=blocks)
+
     def close(
-        self, moves: tuple[BlockMove, ...], finished: Sequence[RequestId], selection: SelectionSetting | None = None
+        self,
+        moves: tuple[BlockMove, ...],
+        finished: Sequence[RequestId],
+        selection: SelectionSetting | None = None,
+        *,
+        is_look: bool = False,
     ) -> tuple[StepPlan, InFlight]:
         """The plan, and what to keep of it.
 
         Args:
             finished: requests that the executor may forget.
             selection: what a policy that is steered shall select.
+            is_look: the result shall say of which blocks keys were kept.
         """
         ends = {chunk.request_id: chunk.start + len(chunk.token_ids) for chunk in self.chunks if chunk.is_sampled}
         plan = StepPlan(
@@ -80,5 +102,6 @@ class StepDraft:
             new_requests=tuple(self.new_requests),
             finished_requests=tuple(finished),
             selection=selection,
+            is_look=is_look,
         )
         return plan, InFlight(self.entries, ends)

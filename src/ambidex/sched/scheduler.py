@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ambidex.core.errors import ContextLengthError, InternalError, RequestError
+from ambidex.core.hot import HotFigures
 from ambidex.core.ids import RequestId
 from ambidex.core.request import FinishReason, Request, RequestStatus
 from ambidex.core.step import BlockMove, NewRequest, SampledToken, ScheduledRequest, StepPlan, StepResult
@@ -38,6 +39,7 @@ from ambidex.sched.budget import TokenBudget
 from ambidex.sched.draft import InFlight, StepDraft
 from ambidex.sched.entry import Entry
 from ambidex.sched.feedback import SelectionFeedback
+from ambidex.sched.hot import HotBlocks
 from ambidex.sched.queue import RequestQueues
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class Scheduler:
             limit; None: none does.
         seed: from it and the order of arrival follow the seeds of requests that bring none.
         feedback: steers the policy that chooses keys; None: nobody does.
+        hot: has blocks in host memory copied to the accelerator; None: nobody does.
         restore: brings more of a request's prefix into the prefix cache than was found there, if it can; None: nobody
             does.
     """
@@ -70,10 +73,12 @@ class Scheduler:
         max_kept_rows: int | None = None,
         seed: int = 0,
         feedback: SelectionFeedback | None = None,
+        hot: HotBlocks | None = None,
         restore: Restore | None = None,
     ) -> None:
         self._kv = kv
         self._feedback = feedback
+        self._hot = hot
         self._restore = restore
         self._max_tokens_per_step = max_tokens_per_step
         self._max_running_requests = max_running_requests
@@ -85,6 +90,7 @@ class Scheduler:
         self._in_flight: deque[InFlight] = deque()  # one plan, or one and the one that follows it
         self._gone: list[RequestId] = []  # announced to the executor, to be forgotten by it
         self._failed: list[Request] = []  # failed while scheduling, to be reported by `update`
+        self._lacks_blocks = False  # so somebody waits
         self._num_preemptions = 0
         self._num_cached_tokens = 0
         self._num_smaller_chunks = 0
@@ -180,12 +186,16 @@ class Scheduler:
         draft = StepDraft(TokenBudget(self._max_tokens_per_step))
         self._continue_running(draft)
         self._start_waiting(draft)
-        moves = self._kv.begin_demotions(
-            {_lease(entry): entry.request.num_computed_tokens for entry in self._queues.running()}
-        )
+        num_computed = {_lease(entry): entry.request.num_computed_tokens for entry in self._queues.running()}
+        moves, is_look = self._kv.begin_demotions(num_computed), False
+        if self._hot is not None:
+            copies, is_look = self._hot.begin_step(num_computed, is_decode=draft.is_decode and not self._lacks_blocks)
+            moves = (*moves, *copies)
+            if not is_look:
+                draft.read_copies(self._kv)
         if not draft.chunks and (self.num_running or self.num_waiting) and not self._kv.num_moves:
             raise InternalError(f"no request can run: {self._kv.usage()}")
-        return self._close(draft, moves)
+        return self._close(draft, moves, is_look=is_look)
 
     def schedule_ahead(self) -> StepPlan | None:
         """Decide on the step behind the one whose plan is under way, before its tokens are known.
@@ -217,6 +227,11 @@ class Scheduler:
         """What steers the policy that chooses keys; None: nobody does."""
         return self._feedback
 
+    @property
+    def hot_figures(self) -> HotFigures | None:
+        """What came of copying hot blocks; None: nobody does."""
+        return None if self._hot is None else self._hot.figures
+
     def withdraw(self, plan: StepPlan) -> None:
         """The last plan of `schedule_ahead` is not carried out."""
         if len(self._in_flight) != 2 or not self._in_flight[-1].is_of(plan):
@@ -240,6 +255,8 @@ class Scheduler:
         if self._feedback is not None:
             self._feedback.update(result.stages)
         self._kv.finish_moves(result.finished_moves, result.failed_moves)
+        if self._hot is not None:
+            self._hot.end_step(plan, result)
         changed, self._failed = self._failed, []
         for chunk in plan.requests:
             entry = in_step[chunk.request_id]
@@ -273,6 +290,7 @@ class Scheduler:
                 draft.add(entry, num_tokens, self._kv.table(_lease(entry), num_tokens))
 
     def _start_waiting(self, draft: StepDraft) -> None:
+        self._lacks_blocks = False
         while entry := self._queues.first_waiting:
             prefix = self._kv.find_prefix(entry.keys, entry.request.token_ids, entry.request.num_tokens)
             decision = decide_admission(self._admission_state(entry, prefix, draft.budget))
@@ -280,6 +298,7 @@ class Scheduler:
                 self._fail(entry)
                 continue
             if decision is not Admission.ADMIT:
+                self._lacks_blocks = decision is Admission.NO_BLOCKS
                 return
             if self._restore is not None and entry.keys is not None and not entry.is_restored:
                 entry.is_restored = True
@@ -306,10 +325,10 @@ class Scheduler:
     def _try_extend(self, entry: Entry, num_tokens: int) -> bool:
         return self._kv.try_extend(_lease(entry), num_tokens, num_known_tokens=entry.request.num_tokens)
 
-    def _close(self, draft: StepDraft, moves: tuple[BlockMove, ...]) -> StepPlan:
+    def _close(self, draft: StepDraft, moves: tuple[BlockMove, ...], *, is_look: bool = False) -> StepPlan:
         finished, self._gone = self._gone, []
         selection = self._feedback.setting if self._feedback is not None else None
-        plan, in_flight = draft.close(moves, finished, selection)
+        plan, in_flight = draft.close(moves, finished, selection, is_look=is_look)
         self._in_flight.append(in_flight)
         return plan
 

@@ -141,6 +141,19 @@ class _EngineCollector(Collector):
                 ("failed_neuron_moves", "moves that failed", cache.num_failed_moves if cache else 0),
             ):
                 yield CounterMetricFamily(f"ambidex_{name}", text, value=count)
+        if stats.hot is not None:
+            hot = stats.hot
+            yield GaugeMetricFamily(
+                "ambidex_hot_blocks", "blocks in DRAM with a copy on the accelerator", value=hot.num_blocks
+            )
+            for name, text, count in (
+                ("promoted_blocks", "copies of hot blocks that arrived on the accelerator", hot.num_promoted),
+                ("dropped_copies", "those that were given up", hot.num_dropped),
+                ("hot_looks", "steps that counted the keys that bounded attention keeps", hot.num_looks),
+                ("looked_kept_keys", "keys of blocks in DRAM that they kept", hot.num_kept),
+                ("looked_hot_keys", "those whose block had a copy", hot.num_hits),
+            ):
+                yield CounterMetricFamily(f"ambidex_{name}", text, value=count)
         for name, text, count in (
             ("steps", "steps of the engine", stats.num_steps),
             ("computed_tokens", "tokens computed, prompts included", stats.num_computed_tokens),

@@ -35,11 +35,12 @@ class ScanCopy:
     Args:
         pool: in host memory.
         native: who makes it.
+        counts_kept: keys that are kept are counted by block.
     Raises:
         TierFullError: there is not that much memory.
     """
 
-    def __init__(self, pool: TiledKVPool, native: BoundedPool) -> None:
+    def __init__(self, pool: TiledKVPool, native: BoundedPool, *, counts_kept: bool = False) -> None:
         self._pool = pool
         self._native = native
         spec = pool.spec
@@ -48,6 +49,8 @@ class ScanCopy:
         self._memory = torch.empty(0, dtype=torch.uint8)
         """All of it that is not the pool's, in pages of its own: a driver pins a page once."""
         self._is_made = np.zeros(pool.num_blocks, np.bool_)
+        self.kept = torch.zeros(pool.num_blocks, dtype=torch.int32) if counts_kept else None
+        """[N]: keys of each block that the native op kept since somebody set this to 0, of all layers and KV heads."""
         try:
             if pool.k_scales is not None:
                 scanned, scales, kv_rows, norms = pool.k, pool.k_scales, None, torch.zeros(*heads, 2)
@@ -73,6 +76,7 @@ class ScanCopy:
                 v=pool.layer(layer_idx)[1],
                 v_scales=pool.scales(layer_idx)[1],
                 norms=norms[layer_idx],
+                kept=self.kept,
             )
             for layer_idx in range(spec.num_layers)
         )

@@ -35,6 +35,15 @@ class SideStream:
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
+    def wait_here(self) -> None:
+        """Wait in the calling thread for all that was launched here.
+
+        Raises:
+            RuntimeError: torch's, of a device that failed.
+        """
+        if self._stream is not None:
+            self._stream.synchronize()
+
 
 class Mark:
     """A point in a stream's work that another stream waits for; it may be set again and again."""

@@ -56,7 +56,7 @@ def test_json_says_the_same(tmp_path: Path) -> None:
         (RECORDED.read_bytes()[:1000], ", line 2 is none of a control trace: it is not valid JSON"),
         (b"", "holds no decision: --control-trace writes those of hybridgen"),
         (b"\n", "line 1 is none of a control trace: it is not valid JSON"),
-        (b"x" * 10**6, "line 1 is none of a control trace: it has more than 16384 bytes"),
+        (b"x" * 10**7, "line 1 is none of a control trace: it has more than 8388608 bytes"),
     ],
 )
 def test_broken_file_is_the_users_mistake(tmp_path: Path, content: bytes, message: str) -> None:

@@ -1,6 +1,7 @@
 """What statistics say of a policy, to people and to scripts."""
 
-from ambidex.cli.show import selection_rows, stats_json, stats_rows
+from ambidex.cli.show import hot_rows, selection_rows, stats_json, stats_rows
+from ambidex.core.hot import HotFigures
 from ambidex.core.step import SelectionFigures
 from ambidex.engine.stats import EngineStats
 
@@ -39,3 +40,17 @@ def test_figures_of_steps_are_added_up_and_their_maxima_kept() -> None:
     assert (both.max_dropped_mass, both.max_error, both.sum_dropped_mass) == (0.01, 0.7, 0.05)
     assert both.mean_dropped_mass == 0.005
     assert SelectionFigures().mean_dropped_mass == 0.0
+
+
+def test_what_came_of_hot_blocks_is_said() -> None:
+    stats = EngineStats(
+        hot=HotFigures(num_blocks=3, num_promoted=10, num_dropped=7, num_looks=4, num_kept=80, num_hits=20)
+    )
+    assert hot_rows(stats) == [
+        ("hot blocks copied", "10, 7 of them given up, 3 there now"),
+        ("kept keys of blocks in DRAM", "25.0 % in blocks with a copy, in 4 looks"),
+    ]
+    assert set(hot_rows(stats)) < set(stats_rows(stats))
+    assert stats_json(stats)["hot"]["num_hits"] == 20
+    assert hot_rows(EngineStats()) == []
+    assert stats_json(EngineStats())["hot"] is None

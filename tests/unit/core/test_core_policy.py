@@ -31,7 +31,7 @@ def test_without_a_policy_all_keys_are_attended() -> None:
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("bounded", {"max_dropped_mass": 0.01, "bounded_scores": BoundedScores.AUTO}),
+        ("bounded", {"max_dropped_mass": 0.01, "bounded_scores": BoundedScores.AUTO, "hot_tokens": None}),
         ("streaming_llm", {"budget": Budget(tokens=516), "sink_tokens": 4}),
         ("h2o", {"budget": Budget(percent=20), "recent_percent": 50, "h2o_form": H2OForm.FLEXGEN}),
         ("keyformer", {"budget": Budget(percent=60), "recent_percent": 30, "tau_start": 1.0, "tau_end": 2.0}),
@@ -71,6 +71,7 @@ def test_options_of_another_policy_are_refused_by_name(name: PolicyName) -> None
     values: dict[str, Any] = {
         "policy_tokens": 9, "policy_percent": 9, "recent_percent": 9, "sink_tokens": 9, "h2o_form": "drop",
         "max_dropped_mass": 0.5, "bounded_scores": "int8", "tau_start": 3.0, "tau_end": 3.0, "page_tokens": 2,
+        "hot_tokens": 7,
         "exact_layers": 3, "alpha": 3.0, "partial_percent": 9, "hybridgen_mode": "pre", "hybridgen_feedback": "mode",
         "min_selected_tokens": 5, "near_tokens": 9, "accuracy_profile": "x.json",
     }  # fmt: skip

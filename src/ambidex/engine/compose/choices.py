@@ -28,6 +28,7 @@ from ambidex.engine.bounded_form import BoundedForm, choose_bounded_form
 from ambidex.engine.chosen_policy import ChosenPolicy, choose_policy
 from ambidex.engine.compose.crossovers import Crossovers, find_crossovers, read_machine_profile
 from ambidex.engine.compose.cxl import CxlTier, choose_cxl
+from ambidex.engine.compose.hot import find_no_hot, staging_bytes
 from ambidex.engine.compose.sparsity import SparsityChoice, choose_sparsity
 from ambidex.engine.kept_rows import choose_kept_rows, choose_predictor_state, why_no_early_steps
 from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
@@ -110,6 +111,7 @@ class Choices:
     decode_form_why: str
     policy: ChosenPolicy
     bounded: BoundedForm
+    why_no_hot: str | None
     stream: StreamBuffers | None
     rows: KeptRows | None
     rows_why: str
@@ -251,16 +253,13 @@ def make_choices(
         is_fixed=form in (DecodeForm.FIXED, DecodeForm.CAPTURED),
     )
     predictor = choose_predictor_state(spec, chosen.settings)
+    why_no_hot = find_no_hot(config, form, bounded)
     fixed = fixed_bytes(
-        config,
-        spec,
-        activations=activations,
-        graph_buckets=buckets,
+        config, spec, activations=activations, graph_buckets=buckets,
         graph_modes=2 if is_early and Need.TIMES in policy.needs else 1,
-        stream=stream,
-        rows=rows,
-        predictor=predictor,
-    )
+        stream=stream, rows=rows, predictor=predictor,
+        hot=staging_bytes(kv.specs) if why_no_hot is None and is_cuda else 0,
+    )  # fmt: skip
     weights = _choose_weights(
         config, spec, skeleton, dtype, device, kv, keeps_quantized=keeps, free=free, fixed=fixed, ring=weight_ring,
         profile=profile,
@@ -303,6 +302,7 @@ def make_choices(
         decode_form_why=form_why,
         policy=chosen,
         bounded=bounded,
+        why_no_hot=why_no_hot,
         stream=stream,
         rows=rows,
         rows_why=rows_why,

@@ -1,12 +1,13 @@
 """`ControlTrace`: what controllers decided, a JSON line each (`formats/control_trace.py`); `replay` decides once more
 and says where it differs.
 
-HybridGen's feedback (`sched.feedback`) and the balance of lanes (`attention.lane_share`) are pure functions of what a
-line holds.
+HybridGen's feedback (`sched.feedback`), the balance of lanes (`attention.lane_share`) and the choice of hot blocks
+(`sched.hot`) are pure functions of what a line holds.
 """
 
 import json
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,13 @@ from typing import BinaryIO
 
 from ambidex.attention.lane_share import next_share
 from ambidex.core.errors import ConfigError
-from ambidex.core.selection import SelectionDecision, SelectionSetting, ShareState
+from ambidex.core.hot import HotDecision, HotState
+from ambidex.core.selection import SelectionDecision, SelectionSetting, ShareDecision, ShareState
 from ambidex.formats.control_trace import MAX_LINE_BYTES, Decision, decision_json, parse_decision
 from ambidex.sched.feedback import next_setting
+from ambidex.sched.hot import next_hot
+
+Outcome = SelectionSetting | ShareState | HotState
 
 
 class ControlTrace:
@@ -44,24 +49,25 @@ class Difference:
     """A line whose decision comes out otherwise now."""
 
     line: int
-    recorded: SelectionSetting | ShareState
-    decided: SelectionSetting | ShareState
+    recorded: Outcome
+    decided: Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """A trace decided once more: how many decisions there are of HybridGen's feedback and of the balance of lanes, and
-    where it comes out otherwise: how often, and the first time."""
+    """A trace decided once more: how many decisions there are of HybridGen's feedback, of the balance of lanes and of
+    hot blocks, and where it comes out otherwise: how often, and the first time."""
 
     num_selections: int
     num_shares: int
+    num_hot: int = 0
     num_different: int = 0
     first: Difference | None = None
 
     @property
     def num_decisions(self) -> int:
-        """Of both kinds."""
-        return self.num_selections + self.num_shares
+        """Of all kinds."""
+        return self.num_selections + self.num_shares + self.num_hot
 
 
 def open_control_trace(name: str | None) -> ControlTrace | None:
@@ -89,7 +95,7 @@ def replay_file(name: str | Path) -> Replay:
     if not found.num_decisions:
         raise ConfigError(
             f"control trace {name} holds no decision: `control_trace` writes those of hybridgen with "
-            f"`hybridgen_feedback`, and of a GPU's stream lane beside the CPU"
+            f"`hybridgen_feedback`, of a GPU's stream lane beside the CPU, and of hot blocks under bounded"
         )
     return found
 
@@ -100,21 +106,25 @@ def replay(lines: Iterable[bytes]) -> Replay:
     Raises:
         ConfigError: a line is none of a control trace.
     """
-    num_selections, num_shares, num_different, first = 0, 0, 0, None
+    num_of_kind = Counter[type[Decision]]()
+    num_different, first = 0, None
     for number, line in enumerate(lines, 1):
         try:
             decision = parse_decision(line)
         except ConfigError as error:
             raise ConfigError(f"line {number} is none of a control trace: {error}") from error
         decided = _decide(decision)
-        if isinstance(decision, SelectionDecision):
-            num_selections += 1
-        else:
-            num_shares += 1
+        num_of_kind[type(decision)] += 1
         if decided != decision.after:
             num_different += 1
             first = first or Difference(line=number, recorded=decision.after, decided=decided)
-    return Replay(num_selections=num_selections, num_shares=num_shares, num_different=num_different, first=first)
+    return Replay(
+        num_selections=num_of_kind[SelectionDecision],
+        num_shares=num_of_kind[ShareDecision],
+        num_hot=num_of_kind[HotDecision],
+        num_different=num_different,
+        first=first,
+    )
 
 
 def _read_lines(file: BinaryIO) -> Iterator[bytes]:
@@ -123,8 +133,10 @@ def _read_lines(file: BinaryIO) -> Iterator[bytes]:
         yield line
 
 
-def _decide(decision: Decision) -> SelectionSetting | ShareState:
+def _decide(decision: Decision) -> Outcome:
     """What is decided now."""
+    if isinstance(decision, HotDecision):
+        return next_hot(decision.before, decision.look)
     if isinstance(decision, SelectionDecision):
         return next_setting(decision.before, decision.times, decision.limits)
     return next_share(decision.before, decision.seen)

@@ -68,6 +68,7 @@ def choose_scan(
             lane = ScanLane(
                 choices.spec, copy, choices.device, max_mass=bounded.max_mass, max_blocks=choices.stream.scan_blocks
             )
+            bounded.lane_kept = lane.shown_kept
         else:
             logger.warning("the GPU scans no keys in DRAM, decode is slower: the copy is not pinned: %s", why_no_lane)
     rule: ScanRule | ScanAlways = ScanAlways((min_scanned or MIN_SCANNED_BLOCKS) * kv.block_size)

@@ -230,9 +230,14 @@ def make_bounded(
     pools: Mapping[Tier, KVPool],
     min_scanned: int | None,
     *,
+    counts_kept: bool = False,
     verify_every: int = CHOICES_PER_VERIFIED,
 ) -> BoundedScan | None:
-    """The bounded policy in its native form; None: another policy, the reference form, or no pool that it reads."""
+    """The bounded policy in its native form; None: another policy, the reference form, or no pool that it reads.
+
+    Args:
+        counts_kept: it counts of which blocks keys are kept.
+    """
     settings = choices.policy.settings
     tiled = {tier: pool for tier, pool in pools.items() if isinstance(pool, TiledKVPool) and pool.num_blocks}
     if not choices.bounded.is_native or not tiled or choices.threads is None:
@@ -243,7 +248,7 @@ def make_bounded(
     check = ScanCheck(choices.spec, pools, every=verify_every, near_tier=near_tier)
     return BoundedScan(
         choices.spec,
-        {tier: ScanCopy(pool, native_pool) for tier, pool in tiled.items()},
+        {tier: ScanCopy(pool, native_pool, counts_kept=counts_kept) for tier, pool in tiled.items()},
         native_pool,
         max_mass=settings.max_dropped_mass,
         min_blocks=min_scanned or MIN_SCANNED_BLOCKS,

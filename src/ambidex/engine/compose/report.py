@@ -7,6 +7,7 @@ from ambidex.attention.tiered import TieredAttention
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import NativeModuleError
 from ambidex.core.ids import Tier
+from ambidex.core.policy import PolicyName
 from ambidex.engine.compose.choices import Choices
 from ambidex.engine.compose.host import cxl_rows
 from ambidex.engine.compose.sparsity import cache_rows, sparsity_rows
@@ -135,6 +136,7 @@ def describe(
     *,
     stream: tuple[float, str],
     fallbacks: Fallbacks,
+    hot: ReportRow,
     plan: RunPlan | None = None,
 ) -> EngineReport:
     is_cuda = choices.device.type == "cuda"
@@ -187,6 +189,7 @@ def describe(
             )
             for tier, pool in pools.items()
         },
+        more_kv=[hot] if config.policy is PolicyName.BOUNDED else [],
         cxl=cxl_rows(choices),
         fallbacks=fallbacks.rows,
         plan=plan,

@@ -13,6 +13,7 @@ from ambidex.core.regions import Regions
 from ambidex.engine.compose.choices import Choices, make_choices
 from ambidex.engine.compose.control import open_control_trace
 from ambidex.engine.compose.host import make_placed_pools, paced_copy, place_host
+from ambidex.engine.compose.hot import choose_hot, hot_row, make_hot, make_promotions
 from ambidex.engine.compose.lanes import choose_scan, choose_stream, explain_stream
 from ambidex.engine.compose.parts import (
     CHOICES_PER_VERIFIED,
@@ -134,6 +135,7 @@ def build_engine(
     choices, pools = make_placed_pools(choices, host_memory, host_parts)
     del host_parts
     identity = find_identity(config, choices)
+    hot = choose_hot(config, choices.memory.num_blocks, choices.why_no_hot)
     kv_manager = KVManager(
         choices.memory.num_blocks,
         Regions(
@@ -146,6 +148,7 @@ def build_engine(
         ),
         # What one step may add of its own and what it may demote.
         num_kept_free=2 * -(-config.max_tokens_per_step // config.block_size),
+        num_for_copies=hot.num_reserved,
     )
     copy = copy if choices.cxl.slow is None else paced_copy(copy)
     checksums = BlockChecksums(pools[Tier.DRAM]) if config.verify else None
@@ -160,11 +163,12 @@ def build_engine(
         max_kept_rows=choices.memory.max_kept_tokens,
         seed=config.seed,
         feedback=make_feedback(choices, tell),
+        hot=make_hot(hot, kv_manager, choices.kv.specs, tell),
         restore=sessions.restore if sessions is not None else None,
     )
     stream = choose_stream(config, choices, pools)
     verify_every = verify_every or CHOICES_PER_VERIFIED
-    bounded = make_bounded(config, choices, pools, min_scanned, verify_every=verify_every)
+    bounded = make_bounded(config, choices, pools, min_scanned, counts_kept=hot.most > 0, verify_every=verify_every)
     scan = choose_scan(choices, bounded, stream, min_scanned, host_memory)
     decode_steps = make_decode_steps(
         config, choices, model, pools, forward, stream, capture, divided, bounded, scan, clock, tell
@@ -197,6 +201,7 @@ def build_engine(
         tracer=tracer,
         device_clock=trace.device_clock,
         bounded=bounded,
+        promotions=make_promotions(hot, pools, trace.copy),
         before_step=None if divided is None or divided.cache is None else divided.cache.before_step,
     )
 
@@ -253,6 +258,7 @@ def build_engine(
             divided,
             stream=(stream.share, explain_stream(stream, scan)),
             fallbacks=fallbacks,
+            hot=hot_row(hot),
             plan=expected.plan,
         ),
         figures=EngineFigures(

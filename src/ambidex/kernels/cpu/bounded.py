@@ -29,7 +29,8 @@ class ScannedLayer:
 
     `scanned` [Hkv, N, P, Dp] int8 in tile order with `scales` [Hkv, N, P] fp32; `rows` [Hkv, N, P, 2 Dp], K and V of a
     key side by side in the pool's number, None where K is int8 itself; `v` tiled, `v_scales` with int8; `norms`
-    [Hkv, N, 2] fp32: no row of K in the block as it is scanned, and none of V, is longer.
+    [Hkv, N, 2] fp32: no row of K in the block as it is scanned, and none of V, is longer. To `kept` [N] int32 are added
+    the keys of each block that are kept, of all KV heads; None: nobody counts them.
     """
 
     scanned: Tensor
@@ -38,6 +39,7 @@ class ScannedLayer:
     v: Tensor
     v_scales: Tensor | None
     norms: Tensor
+    kept: Tensor | None = None
 
 
 class BoundedPool:
@@ -168,6 +170,7 @@ def make_arrays(
             None if layer.v_scales is None else layer.v_scales.numpy(), layer.norms.numpy(), scale, max_mass,
             None if near is None else near[0].numpy(), None if near is None else near[1].numpy(),
             None if other_lse is None else other_lse.numpy(), out.numpy(), lse.numpy(), figures.numpy(),
+            None if layer.kept is None else layer.kept.numpy(),
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise ShapeError(f"bounded attention: {error}") from error

@@ -24,6 +24,7 @@ def attend_scanned(
     *,
     scale: float,
     max_mass: float,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.api.attend_scanned`.
 
@@ -60,5 +61,8 @@ def attend_scanned(
         lse[row] = row_lse.view(-1)
         figures[row, :, 0] = torch.where(left == -torch.inf, 0.0, torch.sigmoid(left - total)).view(-1)
         figures[row, :, 1] = norms[:, ids, 1].amax(1).repeat_interleave(num_q_heads // num_kv_heads)
+        if kept is not None:
+            of_keys = is_kept.sum((0, 1), dtype=torch.int32)
+            kept.index_add_(0, ids.repeat_interleave(block_size)[:num], of_keys)
         figures[row, :, 2] = is_kept.sum(-1).expand(-1, num_q_heads // num_kv_heads).flatten()
     return out, lse, figures

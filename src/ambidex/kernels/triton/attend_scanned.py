@@ -156,10 +156,10 @@ def _choose_kernel(
 @triton.jit
 def _keep_kernel(
     q_ptr, rows_ptr, table_ptr, num_ptr, codes_ptr, all_tops_ptr, thresholds_ptr, part_ptr, part_lse_ptr, dropped_ptr,
-    num_kept_ptr, scale_log2, q_row_stride, q_head_stride, head_blocks, table_stride, max_keys,
+    num_kept_ptr, kept_ptr, scale_log2, q_row_stride, q_head_stride, head_blocks, table_stride, max_keys,
     NUM_ROWS: tl.constexpr, ROWS_BLOCK: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, PRECISION: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -206,6 +206,9 @@ def _keep_kernel(
         masses = tl.exp2((codes - all_tops[:, None]).to(tl.float32) / 8)
         dropped += tl.sum(tl.where((is_visible & (is_kept == 0))[None, :], masses, 0.0), axis=1)
         block_id = tl.load(table_row_ptr + tile * KEYS // BLOCK_SIZE).to(tl.int64)
+        if COUNTS:
+            num_new = tl.sum(is_kept.to(tl.int32), axis=0)
+            tl.atomic_add(kept_ptr + block_id, num_new, mask=num_new > 0, sem="relaxed")
         slots = (kv_head.to(tl.int64) * head_blocks + block_id) * BLOCK_SIZE + tile * KEYS % BLOCK_SIZE + places
         k_ptrs = rows_ptr + slots[:, None] * (2 * DIM) + dims[None, :]
         k = tl.load(k_ptrs, mask=is_kept[:, None], other=0.0)
@@ -273,6 +276,7 @@ def attend_scanned(
     scale: float,
     max_mass: float,
     max_keys: int,
+    kept: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.api.attend_scanned`."""
     num_rows, num_q_heads, head_dim = q.shape
@@ -314,7 +318,7 @@ def attend_scanned(
     )  # fmt: skip
     _keep_kernel[grid](
         q, rows, block_table, num_keys, codes, all_tops, thresholds, part, part_lse, dropped, num_kept,
-        scale * _LOG2_E, *strides, **sizes, num_warps=4,
+        num_kept if kept is None else kept, scale * _LOG2_E, *strides, **sizes, COUNTS=kept is not None, num_warps=4,
     )  # fmt: skip
     _join_kernel[(num_rows * num_q_heads,)](
         part, part_lse, dropped, num_kept, longest, all_tops, near_lse, near_part, out, lse, figures,
