@@ -286,7 +286,7 @@ def test_early_decode_follows_feedback_from_step_to_step(tiny: TinyModel, feedba
 def test_a_fixed_step_in_mode_pre_that_breaks_off_is_computed_again(
     tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind the partial keys of its new token, which it has written in some layers, and which are written once more."""
+    """Its new partial keys, of which it has written some, are written once more, behind the same older ones."""
     tokens = random_tokens(NUM_TOKENS, seed=8)
     options, make_rule = EARLY_CASES["hybridgen pre"]
     naive = NaiveRun(tiny, [make_rule() for _ in range(tiny.spec.num_layers)], tokens, NUM_PROMPT)
