@@ -145,7 +145,7 @@ def main() -> int:
         "bench": "decode_hybrid", **opening,
         "settings": {"shape": options.shape, "dtype": options.dtype.value, "kv_dtype": args.kv_dtype.value,
                      "policy": args.policy.value, "max_dropped_mass": args.max_dropped_mass,
-                     "score_spread": args.score_spread,
+                     "score_spread": args.score_spread, "hot": args.hot,
                      "steps": options.steps, "block_size": decode_gpu.BLOCK_SIZE, "sink": args.sink,
                      "recent": args.recent, "stream_share": engine.report.value("compute", "stream_share"),
                      "stream_why": engine.report.why("compute", "stream_share"), "threads": lane.num_threads,
@@ -157,6 +157,7 @@ def main() -> int:
         "dram_read_bandwidth_beside_copies": {"unit": "bytes/s", **both.record()},
         "memory": memory.record(),
         "num_graph_failures": engine.stats.num_graph_failures, "points": points,
+        "hot": None if engine.stats.hot is None else dataclasses.asdict(engine.stats.hot),
     }  # fmt: skip
     print(append_record(options.output, record))
     return 0
@@ -177,6 +178,13 @@ def parse_options() -> tuple[decode_gpu.Options, argparse.Namespace]:
     parser.add_argument("--policy", type=PolicyName, default=PolicyName.EXACT, help="which keys are attended",
                         choices=[PolicyName.EXACT, PolicyName.BOUNDED, PolicyName.HYBRIDGEN])  # fmt: skip
     parser.add_argument("--max-dropped-mass", type=float, default=0.01, help="of each softmax, with bounded")
+    parser.add_argument(
+        "--hot",
+        type=int,
+        default=0,
+        help="tokens of each request on the GPU for copies of hot blocks, "
+        "with bounded; they come a few blocks a step, so ask for some hundred steps",
+    )
     parser.add_argument("--score-spread", type=float, help="standard deviation of scores in nats, of a normal "
                         "distribution; default: that of dummy weights, 1.6 with llama-3.1-8b")  # fmt: skip
     parser.add_argument("--profile", action="store_true", help="list the kernels that take the most time")
@@ -211,12 +219,16 @@ def make_config(folder: str, options: decode_gpu.Options, args: argparse.Namespa
         max_context_len=max(point.context for point in options.points) + more,
         max_tokens_per_step=options.chunk,
         max_running_requests=batch,
-        kv_gpu_tokens=batch * near,
+        kv_gpu_tokens=batch * (near + args.hot),
         num_sink_tokens=args.sink,
         recent_window=args.recent,
         stream_percent=args.stream_percent,
         policy=args.policy,
-        **({"max_dropped_mass": args.max_dropped_mass} if args.policy is PolicyName.BOUNDED else {}),
+        **(
+            {"max_dropped_mass": args.max_dropped_mass, "hot_tokens": batch * args.hot}
+            if args.policy is PolicyName.BOUNDED
+            else {}
+        ),
     )
     num_tokens = max(point.batch * (point.context + more + decode_gpu.BLOCK_SIZE) for point in options.points)
     kv = kv_in_dram(options, args)

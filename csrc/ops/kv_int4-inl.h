@@ -6,20 +6,46 @@
 
 namespace ambidex::AMBIDEX_ISA {
 
-// What turns a line's bytes into int8, for the low and the high half of each.
+// NOTE: vectors as wide as the instruction set's registers: GCC makes plain code of wider ones.
+#if defined(__AVX512BW__)
+constexpr std::size_t kUnpackBytes = 64;
+#elif defined(__AVX2__)
+constexpr std::size_t kUnpackBytes = 32;
+#else
+constexpr std::size_t kUnpackBytes = 16;
+#endif
+constexpr std::size_t kUnpackParts = 64 / kUnpackBytes;
+typedef uint16_t Halves __attribute__((vector_size(kUnpackBytes)));
+typedef uint32_t TokenWords __attribute__((vector_size(kUnpackBytes)));
+
+// What turns the 4-bit numbers of a part of a line into int8. There are products of 16 bits and none of 8, so steps and
+// zeros of even and of odd bytes lie apart: a product's low byte is an even one's, and odd ones are multiplied 256-fold.
 struct Steps {
-  alignas(64) uint8_t low_step[64], low_zero[64], high_step[64], high_zero[64];
+  Halves even_step, odd_step, even_zero, odd_zero;
 };
 
-// A packed line becomes two: zero + step * number, in 8 bits, which hold it.
-inline void unpack_line(const char* line, const Steps& steps, char* low, char* high) {
-  const auto* __restrict__ bytes = reinterpret_cast<const uint8_t*>(line);
-  auto* __restrict__ a = reinterpret_cast<uint8_t*>(low);
-  auto* __restrict__ b = reinterpret_cast<uint8_t*>(high);
-  for (int i = 0; i < 64; ++i) {
-    a[i] = static_cast<uint8_t>(steps.low_zero[i] + steps.low_step[i] * (bytes[i] & 15));
-    b[i] = static_cast<uint8_t>(steps.high_zero[i] + steps.high_step[i] * (bytes[i] >> 4));
-  }
+// Four bytes of steps or zeros in each word, in the order of a line's.
+inline Steps make_steps(TokenWords steps, TokenWords zeros) {
+  Halves step, zero;
+  memcpy(&step, &steps, kUnpackBytes);
+  memcpy(&zero, &zeros, kUnpackBytes);
+  return {step & 0xff, step >> 8, zero & 0xff, zero & 0xff00};
+}
+
+// zero + step * number, in 8 bits, which hold it.
+inline void put_whole(Halves numbers, const Steps& steps, char* to) {
+  const Halves even = (steps.even_step * (numbers & 0xff) + steps.even_zero) & 0xff;
+  const Halves odd = steps.odd_step * (numbers & 0xff00) + steps.odd_zero;
+  const Halves whole = even | odd;
+  memcpy(to, &whole, kUnpackBytes);
+}
+
+// A part of a packed line becomes one of each of two lines.
+inline void unpack_part(const char* part, const Steps& low, const Steps& high, char* to_low, char* to_high) {
+  Halves bytes;
+  memcpy(&bytes, part, kUnpackBytes);
+  put_whole(bytes & 0x0f0f, low, to_low);
+  put_whole((bytes >> 4) & 0x0f0f, high, to_high);
 }
 
 inline void fetch_line(const char* far, const char* near) {
@@ -27,25 +53,28 @@ inline void fetch_line(const char* far, const char* near) {
   prefetch(near);
 }
 
+// A byte of each token's word to all four of its lane.
+inline TokenWords spread_byte(TokenWords tokens, int shift) {
+  const TokenWords one = tokens >> shift & 255u;
+  const TokenWords two = one | one << 8;
+  return two | two << 16;
+}
+
 // 16 tokens of K. Their words lie block_size apart, the scales first; far and near are fetched line by line.
 inline void unpack_k_unit(const char* unit, const char* far, const char* near, const float* words, std::size_t block_size,
                           std::size_t dim, char* to) {
-  Steps steps;
   for (std::size_t pair = 0; pair < dim / 32; ++pair) {
-    uint32_t tokens[16];
-    memcpy(tokens, words + (1 + pair) * block_size, sizeof tokens);
-    const auto spread = [&](int shift, uint8_t* bytes) {  // a byte of each token's word to all four of its lane
-      uint32_t lanes[16];
-      for (int i = 0; i < 16; ++i) lanes[i] = (tokens[i] >> shift & 255u) * 0x01010101u;
-      memcpy(bytes, lanes, sizeof lanes);
-    };
-    spread(0, steps.low_step);
-    spread(8, steps.low_zero);
-    spread(16, steps.high_step);
-    spread(24, steps.high_zero);
-    for (std::size_t line = 4 * pair; line < 4 * pair + 4; ++line) {
-      fetch_line(far + 64 * line, near + 64 * line);
-      unpack_line(unit + 64 * line, steps, to + 64 * (4 * pair + line), to + 64 * (4 * pair + line + 4));
+    for (std::size_t part = 0; part < kUnpackParts; ++part) {
+      const std::size_t offset = kUnpackBytes * part;
+      TokenWords tokens;
+      memcpy(&tokens, reinterpret_cast<const char*>(words + (1 + pair) * block_size) + offset, kUnpackBytes);
+      const Steps low = make_steps(spread_byte(tokens, 0), spread_byte(tokens, 8));
+      const Steps high = make_steps(spread_byte(tokens, 16), spread_byte(tokens, 24));
+      for (std::size_t line = 4 * pair; line < 4 * pair + 4; ++line) {
+        if (part == 0) fetch_line(far + 64 * line, near + 64 * line);
+        char* there = to + 64 * (4 * pair + line) + offset;
+        unpack_part(unit + 64 * line + offset, low, high, there, there + 4 * 64);
+      }
     }
   }
 }
@@ -53,22 +82,25 @@ inline void unpack_k_unit(const char* unit, const char* far, const char* near, c
 // Two columns of V: `depth` tokens by 32 dims. `words` are the tokens' for those dims.
 inline void unpack_v_columns(const char* column, const char* far, const char* near, const float* words, std::size_t depth,
                              char* to) {
-  Steps steps;
+  const TokenWords none = {};
   for (std::size_t line = 0; line < depth / 4; ++line) {
     uint32_t tokens[4];
     memcpy(tokens, words + 4 * line, sizeof tokens);
-    const auto spread = [&](int shift, uint8_t* bytes) {  // a byte of each of four tokens' words to every lane
-      uint32_t lane = 0, lanes[16];
-      for (int i = 0; i < 4; ++i) lane |= (tokens[i] >> shift & 255u) << 8 * i;
-      for (uint32_t& one : lanes) one = lane;
-      memcpy(bytes, lanes, sizeof lanes);
-    };
-    spread(0, steps.low_step);
-    spread(8, steps.low_zero);
-    spread(16, steps.high_step);
-    spread(24, steps.high_zero);
+    // The bytes of four tokens' words, turned: one word of their first bytes, one of their second, …, to every lane.
+    const uint32_t even = 0x00ff00ffu;
+    const uint32_t steps_01 = (tokens[0] & even) | (tokens[1] & even) << 8;
+    const uint32_t steps_23 = (tokens[2] & even) | (tokens[3] & even) << 8;
+    const uint32_t zeros_01 = (tokens[0] >> 8 & even) | (tokens[1] & ~even);
+    const uint32_t zeros_23 = (tokens[2] >> 8 & even) | (tokens[3] & ~even);
+    const Steps low = make_steps(none + ((steps_01 & 0xffffu) | steps_23 << 16), none + ((zeros_01 & 0xffffu) | zeros_23 << 16));
+    const Steps high = make_steps(none + (steps_01 >> 16 | (steps_23 & 0xffff0000u)),
+                                  none + (zeros_01 >> 16 | (zeros_23 & 0xffff0000u)));
     fetch_line(far + 64 * line, near + 64 * line);
-    unpack_line(column + 64 * line, steps, to + 64 * line, to + 16 * depth + 64 * line);
+    for (std::size_t part = 0; part < kUnpackParts; ++part) {
+      const std::size_t offset = kUnpackBytes * part;
+      char* there = to + 64 * line + offset;
+      unpack_part(column + 64 * line + offset, low, high, there, there + 16 * depth);
+    }
   }
 }
 

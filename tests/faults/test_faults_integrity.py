@@ -62,7 +62,8 @@ class Recorder:
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_healthy_engine_verifies_and_answers_the_same(folder: Path, name: str, device: DeviceKind) -> None:
     settings = FORMATS[name]
-    wanted = tokens(run(make_engine(folder, device=device, **settings)))
+    # In chunks of one size: keys of a chunk see those before it as their tier's format has rounded them.
+    wanted = tokens(run(make_engine(folder, device=device, max_tokens_per_step=40, **settings)))
     engine = make_engine(folder, device=device, verify=True, max_tokens_per_step=40, **settings)
     assert tokens(run(engine)) == wanted
     assert engine.stats.num_verified_blocks > 20

@@ -67,7 +67,7 @@ class ScanLane:
     def show_kept(self) -> None:
         """Launch: bring the counts of a step to host memory."""
         if self.kept is not None and self._shown_there is not None:
-            self._shown_there.copy_(self.kept)
+            torch.add(self.kept, 0, out=self._shown_there)  # a kernel: the copy engine has others' blocks to bring
 
 
 class ScannedAttention:

@@ -198,13 +198,12 @@ class EarlySteps:
     ) -> None:
         host.reset()
         what = f"a step of {num_rows} rows"
-        with self._watch.watching(what, describe=host.describe, release=host.release) as step:
-            try:
-                replay()
-            finally:
-                host.mark_launched()
+        with (
+            self._watch.watching(what, describe=host.describe, release=host.release) as step,
+            host.answering(plan.far, batches),
+        ):
+            replay()
             step.mark_launched()
-            host.answer(plan.far, batches)
 
     def _launch(self, num_rows: int, host: EarlyAnswers, plan: FixedPlan, batches: Sequence[KeyBatch] | None) -> None:
         """Run a step without a graph."""

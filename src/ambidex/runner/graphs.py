@@ -99,6 +99,8 @@ class DecodeSteps:
         self._turns = itertools.cycle(range(len(self._copies)))
         self._replays: dict[_Form, Callable[[], None]] = {}
         self._times_of: dict[_Form, StepTimes] = {}
+        self._replayed: set[_Form] = set()
+        """Graphs that the driver has taken once: it launches them without waiting for anything."""
 
     def try_run(self, requests: Sequence[ScheduledRequest]) -> DecodeOutput | None:
         """Run a step if it has the form of a decode step, else return None and leave everything as it was.
@@ -126,6 +128,7 @@ class DecodeSteps:
     def forget(self) -> None:
         """Weights were bound anew: what was captured is captured again at its next step. No step is under way."""
         self._replays.clear()
+        self._replayed.clear()
         self._times_of.clear()
         self._lanes.forget_weights()
 
@@ -194,6 +197,7 @@ class DecodeSteps:
     ) -> None:
         """Replay a step in which other lanes have a part: what the CPU does, `host`, and the stream lane."""
         stream = self._lanes.stream
+        is_known = self._form(num_rows) in self._replayed and (host is None or host.weights is None)
         sides: list[HostAnswers | StepStream] = [side for side in (host, stream) if side is not None]
         launched = threading.Event()
 
@@ -210,8 +214,8 @@ class DecodeSteps:
         try:
             with self._watch.watching(f"a step of {num_rows} rows", describe=describe, release=release) as step:
                 if stream is not None:
-                    stream.start(self._batch.stream_runs, launched)
-                with host.answering_replay(batches) if host is not None else nullcontext():
+                    stream.start(self._batch.stream_runs, launched, is_known=is_known)
+                with host.answering(batches) if host is not None else nullcontext():
                     with self._lanes.timer.timing():
                         replay()
                     if stream is not None:
@@ -225,6 +229,7 @@ class DecodeSteps:
             for side in sides:
                 side.mark_launched()
             raise
+        self._replayed.add(self._form(num_rows))
         if host is None or host.keys is not None:
             keys, weights = (None, None) if host is None else (host.keys, host.weights)
             self._lanes.follow(keys, has_weights=weights is not None)

@@ -29,6 +29,8 @@ LOOKS: Final = 2
 LEAST_INTERVAL: Final = 4
 MOST_INTERVAL: Final = 64
 """Steps from look to look. Of the time that copies save, a look gives back that of one step."""
+BLOCKS_PER_STEP: Final = 256
+"""Of so many blocks with a score, a decision comes at most once a step: it takes some microseconds for each."""
 MOST: Final = 2**31
 SLOWER: Final = 1.1
 """Steps with copies that take so many times as long as a look without: copies do not pay."""
@@ -43,7 +45,8 @@ def next_hot(state: HotState, look: HotLook) -> HotState:
     wanted = _choose(scores, state.wanted, min(most, look.room))
     num_changed = len(set(wanted) ^ set(state.wanted))
     is_calm = bool(wanted) and 8 * num_changed <= len(wanted) and _is_well_chosen(state.wanted, look.kept)
-    interval = min(2 * state.interval, MOST_INTERVAL) if is_calm else max(state.interval // 2, LEAST_INTERVAL)
+    least = min(max(LEAST_INTERVAL, len(scores) // BLOCKS_PER_STEP), MOST_INTERVAL)
+    interval = max(min(2 * state.interval, MOST_INTERVAL) if is_calm else state.interval // 2, least)
     return HotState(scores=scores, wanted=wanted, most=most, num_slow=num_slow, interval=interval)
 
 

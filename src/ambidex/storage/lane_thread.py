@@ -1,5 +1,7 @@
-"""`beside`: one lane's part of a step in a thread of its own, while the caller launches the other's."""
+"""`beside`: one lane's part of a step in another thread, while the caller launches the other's."""
 
+import os
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +11,9 @@ from contextlib import contextmanager
 def beside(
     work: Callable[[], None], *, release: Callable[[], None], mark_launched: Callable[[], None]
 ) -> Iterator[None]:
-    """Run `work` in a thread of its own, and wait for its end behind the block.
+    """Run `work` in another thread, and wait for its end behind the block.
+
+    Threads are kept for the next steps: starting one takes longer than a layer.
 
     Args:
         release: ends the waits of `work` if the block breaks off.
@@ -17,24 +21,67 @@ def beside(
     Raises:
         What `work` raises, unless the block did.
     """
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:  # handed to the caller, below
-            failures.append(error)
-
-    thread = threading.Thread(target=run, name="ambidex-cpu-lane")
+    job = _Job(work)
+    is_whole = False
     try:
-        thread.start()
+        thread = _idle.pop() if _idle else _LaneThread()
+        thread.jobs.put(job)
         yield
+        is_whole = True
     except BaseException:
         release()  # what was not launched will never ask: the lane need not wait for it
         raise
     finally:
         mark_launched()
-        if thread.ident is not None:
-            thread.join()
-    if failures:
-        raise failures[0]
+        if is_whole or not job.cancel():
+            job.has_ended.wait()
+            _idle.append(thread)
+    if job.failure is not None:
+        raise job.failure
+
+
+class _Job:
+    """Work that is done once, or, if it is given up before it begins, never."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._lock = threading.Lock()
+        self._is_taken = False
+        self.has_ended = threading.Event()
+        self.failure: BaseException | None = None
+
+    def cancel(self) -> bool:
+        """Give it up; False: it has begun."""
+        with self._lock:
+            was_taken, self._is_taken = self._is_taken, True
+        return not was_taken
+
+    def run(self) -> None:
+        """Do it, unless it was given up."""
+        if not self.cancel():
+            return
+        try:
+            self._work()
+        except BaseException as error:  # handed to who waits for the end
+            self.failure = error
+        finally:
+            self.has_ended.set()
+
+
+class _LaneThread:
+    """A thread that does jobs; of one that was interrupted while it got a job nobody knows any more, and it waits."""
+
+    def __init__(self) -> None:
+        self.jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        threading.Thread(target=_work, args=(self.jobs,), name="ambidex-cpu-lane", daemon=True).start()
+
+
+def _work(jobs: "queue.SimpleQueue[_Job]") -> None:
+    while True:
+        job = jobs.get()
+        job.run()
+        del job  # it refers to its owner, which could else not be given up
+
+
+_idle: list[_LaneThread] = []
+os.register_at_fork(after_in_child=_idle.clear)  # a child has no threads

@@ -13,7 +13,8 @@ is not launched yet, neither would go on. So a step that may load kernels, the f
 copies stand in the accelerator's own stream, and nobody waits for a word. Nor are copies launched that wait for a step
 which the driver has not taken yet: a stream that waits takes so many launches (about a thousand, and a layer of many
 requests may have hundreds), then the next one holds up its thread, which must not be what the step's launch waits for.
-Nor must the step's launch wait for them for ever: one that takes long may do so, and they are launched then.
+Nor must the step's launch wait for them for ever: one that takes long may do so, and they are launched then. Few
+copies of a step whose like was launched before are not held back: a graph begins half a millisecond before it is taken.
 """
 
 import ctypes
@@ -41,6 +42,8 @@ from ambidex.storage.words import WAIT_LIMIT_S, StepFence, Words, naming
 
 LONG_LAUNCH_S: Final = 0.05
 """Launches of whole steps take milliseconds."""
+MOST_LAUNCHES_AHEAD: Final = 400
+"""Of copies and words of a step, which a stream takes without holding up its thread: less than half of what it does."""
 MOST_RUNS_AT_ONCE: Final = 8
 """Copies of a layer's K, or V, up to which `start` itself launches those of the first layers, which wait for nothing:
 the thread would come to them only when the step's launch lets go of interpreter and driver, half a millisecond later.
@@ -125,13 +128,16 @@ class StepStream:
         threading.Thread(target=_work, args=(self._jobs,), name="ambidex-stream-lane", daemon=True).start()
         weakref.finalize(self, self._jobs.put, None)
 
-    def start(self, runs: Sequence[BlockRun], launched: threading.Event | None = None) -> None:
+    def start(
+        self, runs: Sequence[BlockRun], launched: threading.Event | None = None, *, is_known: bool = False
+    ) -> None:
         """Begin to bring a step's blocks, the same in each layer; returns when the accelerator has come to the end of
         the last step, so that nobody waits for a word.
 
         Args:
             launched: is set when the driver has taken the step, before which, or 50 ms, no copies are launched that
                 wait for it; None: it waits for nothing of this stream's.
+            is_known: it did not for the last one of its kind, so that few copies need not wait.
         Raises:
             LaneError: the last step, or its copies, have not come to their end.
         """
@@ -149,8 +155,10 @@ class StepStream:
             self._send_layers(range(num_sent), send)
         except Exception as error:
             raise LaneError(f"the stream lane could not bring keys from DRAM: {error}") from error
+        num_launches = len(self._pool.k) * (2 + len(runs) * len(self._pool.tensors))
+        awaited = None if is_known and num_launches <= MOST_LAUNCHES_AHEAD else launched
         self._idle.clear()
-        self._jobs.put(lambda: self._send_rest(num_sent, send, launched))
+        self._jobs.put(lambda: self._send_rest(num_sent, send, awaited))
 
     def finish(self) -> None:
         """Wait until all copies of the step are launched.

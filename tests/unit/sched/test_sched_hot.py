@@ -78,6 +78,12 @@ def test_looks_are_rare_while_little_changes() -> None:
     assert after(*[look({})] * 20, state=state).interval == LEAST_INTERVAL
 
 
+def test_looks_at_many_blocks_are_never_frequent() -> None:
+    kept = tuple((BlockRef(Tier.DRAM, BlockId(number)), 1 + number % 7) for number in range(20 * 256))
+    state = after(HotLook(kept=kept, room=9, look_s=1.0, step_s=None))
+    assert state.interval == 20
+
+
 def test_copies_that_make_steps_slower_become_fewer_and_more_again_when_they_do_not() -> None:
     kept = {number: 10 + number for number in range(8)}
     state = after(look(kept, room=8), look(kept, room=8))

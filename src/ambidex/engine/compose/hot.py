@@ -82,12 +82,23 @@ def choose_hot(config: EngineConfig, num_blocks: Mapping[Tier, int], why_no_hot:
 
 
 def make_hot(
-    choice: HotChoice, kv: KVManager, specs: Mapping[Tier, KVSpec], tell: Callable[[Decision], None] | None
+    choice: HotChoice,
+    kv: KVManager,
+    pools: Mapping[Tier, KVPool],
+    copy: CopyBlock,
+    tell: Callable[[Decision], None] | None,
 ) -> HotBlocks | None:
-    """Who decides which blocks are copied; None: nobody."""
+    """Who decides which blocks are copied; None: nobody.
+
+    Args:
+        copy: as in `make_promotions`.
+    """
     if not choice.most:
         return None
-    most_moves = max(1, _BYTES_OF_STEP // specs[Tier.GPU].bytes_per_block)
+    near = pools[Tier.GPU]
+    most_moves = max(1, _BYTES_OF_STEP // near.spec.bytes_per_block)
+    if near.device.type == "cuda" and not _brings_tiles(pools, copy):
+        most_moves = 1  # the host lays out rows, and the step waits for it
     return HotBlocks(kv, most=choice.most, most_moves=most_moves, tell=tell)
 
 
@@ -95,15 +106,21 @@ def make_promotions(choice: HotChoice, pools: Mapping[Tier, KVPool], copy: CopyB
     """Who copies them; None: nobody.
 
     Args:
-        copy: how blocks move otherwise: copies take the same way where it is checked, paced or traced.
+        copy: how blocks move otherwise: copies take the same way where it is checked or paced.
     """
     if not choice.most:
         return None
-    near, dram = pools[Tier.GPU], pools[Tier.DRAM]
-    is_cuda, is_plain = near.device.type == "cuda", copy is copy_block
-    if is_cuda and is_plain and isinstance(dram, TiledKVPool) and dram.is_within_reach(near.device):
-        return Promotions(pools, copy=TileCopy(dram, near))
+    dram = pools[Tier.DRAM]
+    if _brings_tiles(pools, copy) and isinstance(dram, TiledKVPool):
+        return Promotions(pools, copy=TileCopy(dram, pools[Tier.GPU]))
     return Promotions(pools, copy=copy)
+
+
+def _brings_tiles(pools: Mapping[Tier, KVPool], copy: CopyBlock) -> bool:
+    """Whether the copy engine and the GPU bring blocks without the host."""
+    near, dram = pools[Tier.GPU], pools[Tier.DRAM]
+    is_plain = copy is copy_block and near.device.type == "cuda"
+    return is_plain and isinstance(dram, TiledKVPool) and dram.is_within_reach(near.device)
 
 
 def hot_row(choice: HotChoice) -> ReportRow:

@@ -163,7 +163,7 @@ def build_engine(
         max_kept_rows=choices.memory.max_kept_tokens,
         seed=config.seed,
         feedback=make_feedback(choices, tell),
-        hot=make_hot(hot, kv_manager, choices.kv.specs, tell),
+        hot=make_hot(hot, kv_manager, pools, copy, tell),
         restore=sessions.restore if sessions is not None else None,
     )
     stream = choose_stream(config, choices, pools)
@@ -201,7 +201,7 @@ def build_engine(
         tracer=tracer,
         device_clock=trace.device_clock,
         bounded=bounded,
-        promotions=make_promotions(hot, pools, trace.copy),
+        promotions=make_promotions(hot, pools, copy),
         before_step=None if divided is None or divided.cache is None else divided.cache.before_step,
     )
 
