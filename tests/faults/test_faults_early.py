@@ -17,7 +17,7 @@ from ambidex.attention.early_fixed import EarlyAttention
 from ambidex.attention.fixed_scores import FarRows
 from ambidex.core.config import DeviceKind, DTypeChoice
 from ambidex.core.ids import Fallback
-from ambidex.core.policy import PolicyName
+from ambidex.core.policy import HybridGenMode, PolicyName
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.kernels.cpu.native import KeyBatch
@@ -38,7 +38,7 @@ Form = tuple[DeviceKind, DecodeForm]
 ON_CPU: Form = (DeviceKind.CPU, DecodeForm.FIXED)
 
 
-def make_engine(folder: Path, form: Form, **settings: Any) -> Engine:
+def make_engine(folder: Path, form: Form, *, mode: HybridGenMode = HybridGenMode.POST, **settings: Any) -> Engine:
     device, decode_form = form
     config = EngineConfig(
         model=str(folder),
@@ -48,6 +48,7 @@ def make_engine(folder: Path, form: Form, **settings: Any) -> Engine:
         policy=PolicyName.HYBRIDGEN,
         exact_layers=1,
         near_tokens=3,
+        hybridgen_mode=mode,
         **{**SPLIT, "kv_gpu_tokens": 256},
     )
     return build_engine(config, decode_form=decode_form, **settings)
@@ -168,7 +169,10 @@ def test_no_lane_waits_for_kernels_that_are_compiled_at_a_step_s_first_time(
     assert len(compiled) == engine.stats.num_graph_failures == 1
 
 
-def test_replayed_steps_read_what_changes_from_step_to_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", list(HybridGenMode))
+def test_replayed_steps_read_what_changes_from_step_to_step(
+    folder: Path, mode: HybridGenMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A capture that replays in a thread of its own, as an accelerator does; the CPU answers behind the launch."""
     launched: list[threading.Thread] = []
 
@@ -185,10 +189,10 @@ def test_replayed_steps_read_what_changes_from_step_to_step(folder: Path, monkey
             launched[-1].join(10.0)
             assert not launched[-1].is_alive()
 
-    wanted = tokens(run(make_engine(folder, ON_CPU)))
+    wanted = tokens(run(make_engine(folder, ON_CPU, mode=mode)))
     answer = EarlyAnswers.answer
     monkeypatch.setattr(EarlyAnswers, "answer", answer_and_wait)
-    engine = make_engine(folder, (DeviceKind.CPU, DecodeForm.CAPTURED), capture=lambda: capture)
+    engine = make_engine(folder, (DeviceKind.CPU, DecodeForm.CAPTURED), mode=mode, capture=lambda: capture)
     assert tokens(run(engine)) == wanted
     assert tokens(run(engine)) == wanted, "other requests, in other rows"
     assert engine.stats.num_graph_failures == 0

@@ -1,10 +1,12 @@
 """Each policy, step by step, against a slow restatement of its published definition: which keys, which weights."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from ambidex.attention.early_fixed import PredictedFar
 from ambidex.core.policy import HybridGenMode
 from ambidex.core.selection import SelectionSetting
 from naive_policies import (
@@ -279,6 +281,34 @@ def test_early_decode_follows_feedback_from_step_to_step(tiny: TinyModel, feedba
     else:
         check_choices(world, naive, feedback)
     assert (torch.cat(hidden) - naive.hidden[NUM_PROMPT:]).abs().max() / naive.hidden.abs().max() < 1e-4
+
+
+def test_a_fixed_step_in_mode_pre_that_breaks_off_is_computed_again(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its new partial keys, of which it has written some, are written once more, behind the same older ones."""
+    tokens = random_tokens(NUM_TOKENS, seed=8)
+    options, make_rule = EARLY_CASES["hybridgen pre"]
+    naive = NaiveRun(tiny, [make_rule() for _ in range(tiny.spec.num_layers)], tokens, NUM_PROMPT)
+    settings = policy_settings(**options)  # type: ignore[arg-type]
+    world = SelectiveWorld(tiny, settings, is_early=True, is_fixed=True, block_size=16, seed=2)
+    world.add("a", tokens, num_prompt=NUM_PROMPT)
+    hidden = [world.step([("a", NUM_PROMPT)])["a"]]
+
+    def break_off(far: PredictedFar, *arguments: Any) -> torch.Tensor:
+        attend(far, *arguments)
+        raise torch.OutOfMemoryError("no memory, says the test")
+
+    attend = PredictedFar.attend
+    for position in range(NUM_PROMPT, NUM_TOKENS):
+        if position % 3 == 0:
+            with monkeypatch.context() as patch:
+                patch.setattr(PredictedFar, "attend", break_off)
+                with pytest.raises(torch.OutOfMemoryError):
+                    world.step([("a", 1)])
+        hidden.append(world.step([("a", 1)])["a"])
+    assert world.num_fixed == NUM_TOKENS - NUM_PROMPT
+    assert (torch.cat(hidden) - naive.hidden).abs().max() / naive.hidden.abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("is_fixed", [False, True])

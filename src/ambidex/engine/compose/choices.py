@@ -255,16 +255,11 @@ def make_choices(
     predictor = choose_predictor_state(spec, chosen.settings)
     why_no_hot = find_no_hot(config, form, bounded)
     fixed = fixed_bytes(
-        config,
-        spec,
-        activations=activations,
-        graph_buckets=buckets,
+        config, spec, activations=activations, graph_buckets=buckets,
         graph_modes=2 if is_early and Need.TIMES in policy.needs else 1,
-        stream=stream,
-        rows=rows,
-        predictor=predictor,
+        stream=stream, rows=rows, predictor=predictor,
         hot=staging_bytes(kv.specs) if why_no_hot is None and is_cuda else 0,
-    )
+    )  # fmt: skip
     weights = _choose_weights(
         config, spec, skeleton, dtype, device, kv, keeps_quantized=keeps, free=free, fixed=fixed, ring=weight_ring,
         profile=profile,
