@@ -21,7 +21,7 @@ def beside(
     Raises:
         What `work` raises, unless the block did.
     """
-    job = _Job(work)
+    job = _LaneWork(work)
     is_whole = False
     try:
         thread = _idle.pop() if _idle else _LaneThread()
@@ -40,7 +40,7 @@ def beside(
         raise job.failure
 
 
-class _Job:
+class _LaneWork:
     """Work that is done once, or, if it is given up before it begins, never."""
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -72,11 +72,11 @@ class _LaneThread:
     """A thread that does jobs; of one that was interrupted while it got a job nobody knows any more, and it waits."""
 
     def __init__(self) -> None:
-        self.jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[_LaneWork] = queue.SimpleQueue()
         threading.Thread(target=_work, args=(self.jobs,), name="ambidex-cpu-lane", daemon=True).start()
 
 
-def _work(jobs: "queue.SimpleQueue[_Job]") -> None:
+def _work(jobs: "queue.SimpleQueue[_LaneWork]") -> None:
     while True:
         job = jobs.get()
         job.run()
