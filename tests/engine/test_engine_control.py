@@ -116,3 +116,17 @@ def test_lanes_shares_are_decided_again(times: LaneTimes | None) -> None:
     assert cpu_last is not None
     changed = replace(told[5], seen=replace(told[5].seen, cpu_last=1 - cpu_last))
     assert replay([json.dumps(decision_json(changed)).encode()]).num_different == 1
+
+
+def test_trace_ends_where_the_disk_is_full_and_the_engine_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("there is no /dev/full")
+    trace = open_control_trace(str(full))
+    assert trace is not None
+    balance = LaneBalance(0.1, tell=trace)
+    for _ in range(3):
+        balance.update(ShareSeen(cpu_last=1.0, asked=balance.share, achieved=balance.share))
+    assert [record.getMessage() for record in caplog.records] == [
+        "the control trace ends here: No space left on device"
+    ]

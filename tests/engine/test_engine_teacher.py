@@ -9,7 +9,7 @@ import torch
 from ambidex import LLM, SamplingParams
 from ambidex.attention import bounded_scan
 from ambidex.core.config import EngineConfig
-from ambidex.core.errors import BoundError, RequestFailedError
+from ambidex.core.errors import BoundError, ConfigError, RequestFailedError
 from ambidex.eval.teacher import Teacher
 from ambidex.runner.watched_steps import WatchedSteps
 from tiny_engine import ids_of, make_engine_folder
@@ -135,3 +135,26 @@ def test_step_that_would_attend_all_keys_fails_instead(folder: Path, monkeypatch
         teacher.with_policy(ids_of(WORDS)[:90], num_prompt=70)
     monkeypatch.undo()
     assert sum(teacher.engine.stats.kv_bytes.values()) == 0, "blocks were lost"
+
+
+def test_a_prompt_whose_last_chunk_has_one_token_shifts_nothing(folder: Path) -> None:
+    """That chunk has the form of an answer's step, whose row was read as if it had been asked for."""
+    ids = ids_of(WORDS)[:100]
+    assert 49 % SETTINGS["max_tokens_per_step"] == 1
+    teacher = make_teacher(folder, max_dropped_mass=0.0)
+    told, _ = teacher.with_policy(ids, num_prompt=49)
+    assert len(told) == 51
+    torch.testing.assert_close(told, teacher.exact(ids, first=49), rtol=0, atol=1e-3)
+    with pytest.raises(ConfigError, match="a text of 97 tokens leaves one token to the last chunk"):
+        teacher.exact(ids[:97], first=90)
+
+
+def test_exact_is_measured_in_its_own_steps_too(folder: Path) -> None:
+    ids = ids_of(WORDS)[:100]
+    config = EngineConfig(model=str(folder), **{**SETTINGS, "policy": "exact"})
+    teacher = Teacher(config, as_answered=True)
+    assert teacher.form == "native"
+    told, chosen = teacher.with_policy(ids, num_prompt=70)
+    assert chosen is None
+    torch.testing.assert_close(told, teacher.exact(ids, first=70), rtol=0, atol=1e-3)
+    assert Teacher(config).form == "op by op"

@@ -61,6 +61,7 @@ class Teacher:
         self._wanted = slice(0, 0)
         self._logprobs: list[Tensor] = []
         self._num_told = 0
+        self._chunk = config.max_tokens_per_step
         self._numbers = itertools.count()
         may_decode = as_answered and config.policy in (PolicyName.EXACT, PolicyName.BOUNDED)
         # else a step that is replayed does not come by here
@@ -96,7 +97,16 @@ class Teacher:
             )
 
     def exact(self, token_ids: Sequence[int], *, first: int) -> Tensor:
-        """Log-probabilities of the token behind each of `token_ids[first:]`, all keys attended: [n, V] fp32."""
+        """Log-probabilities of the token behind each of `token_ids[first:]`, all keys attended: [n, V] fp32.
+
+        Raises:
+            ConfigError: its last chunk has one token, which a policy would take for an answer's.
+        """
+        if self.engine.figures.scans_keys and len(token_ids) > 1 and len(token_ids) % self._chunk == 1:
+            raise ConfigError(
+                f"a text of {len(token_ids)} tokens leaves one token to the last chunk (`max_tokens_per_step` "
+                f"{self._chunk}), which would be attended as an answer is: take a token more or less"
+            )
         return self._run(token_ids, num_prompt=len(token_ids), first=first)
 
     def with_policy(
@@ -195,6 +205,8 @@ class Teacher:
             if result.tokens and num_known <= len(token_ids):
                 request.output_token_ids[-1] = token_ids[num_known - 1]
             is_decode = any(chunk.start >= num_prompt for chunk in plan.requests)
+            if not is_decode and self._num_told > num_told and first >= num_prompt:
+                self._logprobs.pop()  # a last chunk of one token takes that form, too, and nobody asked for it
             if is_decode and self._num_told == num_told and request.error is None:
                 request.error = "a decode step took the ordinary path, where all keys are attended"
         self._end(request)

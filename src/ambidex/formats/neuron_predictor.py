@@ -22,7 +22,7 @@ from ambidex.formats.safetensors import SafetensorsFile
 from ambidex.formats.tensor_info import TensorInfo
 
 THRESHOLD_KEY: Final = "powerinfer.sparse_threshold"
-_NAME: Final = re.compile(r"blk\.(\d+)\.fc([12])\.weight")
+_NAME: Final = re.compile(r"blk\.(\d{1,6})\.fc([12])\.weight")
 _OF_A_MODEL: Final = "token_embd.weight"
 _SHOWN: Final = 4
 _NUMPY_DTYPES: Final = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
@@ -90,7 +90,10 @@ class PredictorFile:
     def _read(self, name: str) -> NDArray[np.float32]:
         info: TensorInfo = self._file.tensors[name]
         if isinstance(self._file, GGUFFile):
-            return self._file.dequantize(name)
+            try:
+                return self._file.dequantize(name)
+            except NotImplementedError as error:
+                raise ModelFileError(f"{self.path}: {name} has a format that cannot be read: {error}") from error
         values = np.frombuffer(self._file.read(name), _NUMPY_DTYPES[info.dtype]).reshape(info.shape)
         if info.dtype == "BF16":
             return (values.astype(np.uint32) << 16).view(np.float32)

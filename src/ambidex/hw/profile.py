@@ -109,6 +109,12 @@ class NeuronRates:
     screen: Curve
     candidate: Curve
 
+    def __post_init__(self) -> None:
+        """Raises: ConfigError: the curves are of different numbers of tokens."""
+        curves = (self.bags, self.union, self.dense, self.plain, self.screen, self.candidate)
+        if len({tuple(at for at, _ in curve.points) for curve in curves}) > 1:
+            raise ConfigError("the curves of a format's neurons must be of the same numbers of tokens")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuRates:

@@ -31,8 +31,14 @@ AGAIN: Final = "measure this machine again with `ambidex calibrate`"
 def default_path(environ: Mapping[str, str]) -> Path:
     """Where this machine's profile lies: `ambidex/profile.json` in the user's cache (XDG_CACHE_HOME, or ~/.cache)."""
     cache = environ.get("XDG_CACHE_HOME", "")
-    folder = Path(cache) if cache.startswith("/") else Path(environ.get("HOME") or "~").expanduser() / ".cache"
+    home = environ.get("HOME") or os.path.expanduser("~")  # Path's raises for a user without a home
+    folder = Path(cache) if cache.startswith("/") else Path(home) / ".cache"
     return folder / "ambidex" / "profile.json"
+
+
+def has_profile(environ: Mapping[str, str]) -> bool:
+    """Whether this machine's profile is there, and its folder may be looked into."""
+    return os.path.exists(default_path(environ))  # Path's raises where a folder may not be entered
 
 
 def profile_json(profile: HardwareProfile) -> dict[str, Any]:

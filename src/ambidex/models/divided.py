@@ -260,7 +260,7 @@ class DividedWeights:
             rows = slice(parts[0].rows.start, parts[-1].rows.stop)
             self._predictors[plan.site] = Predictor(
                 first.to(self._dtype),
-                second[rows].to(self._dtype).contiguous(),
+                second[rows].to(self._dtype, copy=True),  # a view would keep all rows
                 threshold=file.threshold,
                 linear=self._host_linear,
             )

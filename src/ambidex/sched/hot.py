@@ -87,16 +87,17 @@ def _choose(scores: Sequence[BlockScore], wanted: Sequence[BlockRef], room: int)
         return -score_of[block], *_place(block)
 
     chosen = sorted((block for block in wanted if block in score_of), key=heat)[:room]
-    others = sorted((item.block for item in scores if item.num_looks >= LOOKS), key=heat)
-    others = [block for block in others if block not in set(chosen)]
+    taken = set(chosen)
+    others = sorted((item.block for item in scores if item.num_looks >= LOOKS and item.block not in taken), key=heat)
     num_free = room - len(chosen)
     chosen += others[:num_free]
     others = others[num_free:]
     coldest = sorted(chosen, key=heat, reverse=True)
+    places = {block: place for place, block in enumerate(chosen)}
     for worse, better in zip(coldest, others, strict=False):
         if 4 * score_of[better] <= 5 * score_of[worse]:
             break
-        chosen[chosen.index(worse)] = better
+        chosen[places[worse]] = better
     return tuple(sorted(chosen, key=heat))
 
 
@@ -175,10 +176,12 @@ class HotBlocks:
         fastest, self._fastest = self._fastest, None
         if result.kept_keys is None or seconds is None:
             return
+        # A place whose block has left since may soon be another's.
+        kept = {block: num for block, num in result.kept_keys.items() if block not in self._left}
         self._forget()
-        self._count_hits(result.kept_keys)
+        self._count_hits(kept)
         look = HotLook(
-            kept=tuple(sorted(result.kept_keys.items(), key=lambda item: _place(item[0]))),
+            kept=tuple(sorted(kept.items(), key=lambda item: _place(item[0]))),
             room=min(self._most, self._kv.copy_room),
             look_s=seconds,
             step_s=fastest[1] if fastest is not None and fastest[0] == num_requests else None,

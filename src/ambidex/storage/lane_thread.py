@@ -24,7 +24,7 @@ def beside(
     job = _LaneWork(work)
     is_whole = False
     try:
-        thread = _idle.pop() if _idle else _LaneThread()
+        thread = _take_thread()
         thread.jobs.put(job)
         yield
         is_whole = True
@@ -74,6 +74,13 @@ class _LaneThread:
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[_LaneWork] = queue.SimpleQueue()
         threading.Thread(target=_work, args=(self.jobs,), name="ambidex-cpu-lane", daemon=True).start()
+
+
+def _take_thread() -> _LaneThread:
+    try:
+        return _idle.pop()
+    except IndexError:
+        return _LaneThread()
 
 
 def _work(jobs: "queue.SimpleQueue[_LaneWork]") -> None:

@@ -60,7 +60,8 @@ class Promotions:
         begun, failed = tuple(self._begun), tuple(self._failed)
         self._begun.clear()
         self._failed.clear()
-        if begun and not self._try_sync():
+        # Of a copy that failed some launches may have been taken.
+        if (begun or failed) and not self._try_sync():
             return MoveOutcome(finished=(), failed=begun + failed)
         return MoveOutcome(finished=begun, failed=failed)
 

@@ -11,7 +11,7 @@ import pytest
 from ambidex.core.errors import ConfigError
 from ambidex.hw.presets import CPUS, GPUS, LINKS, make_profile
 from ambidex.hw.profile import Curve, Machine, NeuronRates, NodeRates, Products
-from ambidex.hw.profile_file import default_path, parse_profile, profile_json, read_profile, write_json
+from ambidex.hw.profile_file import default_path, has_profile, parse_profile, profile_json, read_profile, write_json
 
 SHEETS = make_profile("rtx4090", "ddr5-2ch", "pcie4x16")
 COSTS = NeuronRates(**{name: Curve(((1, place * 1e-11), (4, place * 2e-11)))
@@ -173,3 +173,24 @@ def test_presets_are_all_profiles() -> None:
                 assert parse_profile(json.loads(json.dumps(profile_json(profile))), where="p") == profile
     with pytest.raises(ConfigError, match=r"--gpu 'gtx1' is unknown: there are .*rtx4090"):
         make_profile("gtx1", "ddr5-2ch", "pcie4x16")
+
+
+def test_a_folder_that_may_not_be_entered_has_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No engine started for a user who may not look into its home folder."""
+
+    def refuse(*_args: object, **_kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.stat", refuse)
+    assert not has_profile({"HOME": "/root"})
+
+
+def test_a_user_without_a_home_has_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert not has_profile({})
+
+
+def test_curves_of_neurons_are_of_the_same_numbers_of_tokens() -> None:
+    """What was known of one number of tokens was looked up in a curve that had others."""
+    with pytest.raises(ConfigError, match="must be of the same numbers of tokens"):
+        dataclasses.replace(COSTS, union=Curve(((1, 1e-11),)))

@@ -6,6 +6,7 @@ HybridGen's feedback (`sched.feedback`), the balance of lanes (`attention.lane_s
 """
 
 import json
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,8 @@ from ambidex.core.selection import SelectionDecision, SelectionSetting, ShareDec
 from ambidex.formats.control_trace import MAX_LINE_BYTES, Decision, decision_json, parse_decision
 from ambidex.sched.feedback import next_setting
 from ambidex.sched.hot import next_hot
+
+logger = logging.getLogger(__name__)
 
 Outcome = SelectionSetting | ShareState | HotState
 
@@ -37,11 +40,21 @@ class ControlTrace:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(f"`control_trace` {name} cannot be written: {reason}") from error
+        self._has_ended = False
         weakref.finalize(self, self._file.close)
 
     def __call__(self, decision: Decision) -> None:
-        """Write one."""
-        self._file.write(json.dumps(decision_json(decision), allow_nan=False) + "\n")
+        """Write one. The trace ends, and a warning says so, where it cannot be written or would not be read again."""
+        if self._has_ended:
+            return
+        line = json.dumps(decision_json(decision), allow_nan=False) + "\n"
+        try:
+            if len(line) > MAX_LINE_BYTES:
+                raise OSError(f"a decision takes {len(line)} bytes, more than the {MAX_LINE_BYTES} of a line")
+            self._file.write(line)
+        except OSError as error:
+            self._has_ended = True
+            logger.warning("the control trace ends here: %s", error.strerror or error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

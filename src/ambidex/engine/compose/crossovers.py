@@ -9,7 +9,7 @@ from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError
 from ambidex.engine.report import ReportRow
 from ambidex.hw.profile import CpuRates, HardwareProfile, Machine, NeuronRates
-from ambidex.hw.profile_file import default_path, read_profile
+from ambidex.hw.profile_file import default_path, has_profile, read_profile
 from ambidex.hw.topology import read_topology
 from ambidex.kernels.cpu.linear import LEAST_TILED_TOKENS, TILED_KINDS, TilesFrom
 
@@ -45,10 +45,9 @@ def find_crossovers(device: torch.device, num_threads: int, profile: HardwarePro
     Args:
         profile: None: the one that `ambidex calibrate` wrote, if there is one.
     """
-    path = default_path(os.environ)
-    if profile is None and not path.exists():
-        return Crossovers(None, "not measured on this machine: `ambidex calibrate` does")
     try:
+        if profile is None and not has_profile(os.environ):
+            return Crossovers(None, "not measured on this machine: `ambidex calibrate` does")
         profile = profile or read_machine_profile(device)
     except ConfigError as error:
         return Crossovers(None, str(error))

@@ -18,7 +18,7 @@ from ambidex.engine.compose.weights import Divided
 from ambidex.engine.forecast import NearKeys, PlacedForecast
 from ambidex.engine.run_plan import CONTEXT, Forecast, RunPlan, make_run_plan
 from ambidex.hw.profile import HardwareProfile
-from ambidex.hw.profile_file import default_path
+from ambidex.hw.profile_file import has_profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,7 @@ def _make_forecast(
     """What predicts steps, or why nothing does."""
     if not config.policy.attends_all:
         return f"`policy` {config.policy} chooses keys step by step, which nothing predicts"
-    path = default_path(os.environ)
-    if profile is None and not path.exists():
+    if profile is None and not has_profile(os.environ):
         return "nobody has measured this machine: run `ambidex calibrate` once, it takes a minute or two"
     is_cpu = choices.device.type == "cpu"
     kinds = choices.weights.kinds if divided is not None else {}
