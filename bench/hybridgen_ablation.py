@@ -234,7 +234,7 @@ def build(plan: Plan, shape: str, variant: str, folder: str) -> Engine:
     options, args = plan.options(shape), plan.args
     settings = settings_of(plan, variant)
     policy = PolicyName(settings["policy"])
-    args.kv_dtype, args.stream_percent, args.policy = decode_hybrid.KVDTypeChoice.AUTO, None, policy
+    args.kv_dtype, args.stream_percent, args.policy, args.hot = decode_hybrid.KVDTypeChoice.AUTO, None, policy, 0
     config = decode_hybrid.make_config(folder, options, args)
     if policy in (PolicyName.INFINIGEN, PolicyName.KEYFORMER):  # as HybridGen they keep rows beside blocks
         assert config.max_context_len is not None, "that of the largest point"

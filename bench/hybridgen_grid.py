@@ -229,7 +229,7 @@ def parse_options() -> tuple[decode_gpu.Options, argparse.Namespace]:
 
 def make_config(folder: str, options: decode_gpu.Options, args: argparse.Namespace) -> EngineConfig:
     """An engine whose DRAM tier holds the largest point, and whose GPU tier holds the recent windows."""
-    args.sink, args.kv_dtype, args.stream_percent = 64, decode_hybrid.KVDTypeChoice.AUTO, None
+    args.sink, args.kv_dtype, args.stream_percent, args.hot = 64, decode_hybrid.KVDTypeChoice.AUTO, None, 0
     args.policy, args.max_dropped_mass = decode_hybrid.PolicyName.EXACT, 0.0
     config = decode_hybrid.make_config(folder, options, args)
     assert config.max_context_len is not None, "that of the largest point"

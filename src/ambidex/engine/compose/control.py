@@ -10,6 +10,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -55,6 +56,8 @@ class ControlTrace:
         except OSError as error:
             self._has_ended = True
             logger.warning("the control trace ends here: %s", error.strerror or error)
+            with suppress(OSError):  # of what it still holds
+                self._file.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
