@@ -155,19 +155,27 @@ def test_kernels_equal_the_formula(device: str, dtype: torch.dtype, sizes: Sizes
     Parts(sizes, dtype, device).check("triton")
 
 
-@pytest.mark.parametrize("name", ["reference", "triton"])
-@pytest.mark.parametrize(("device", "dtype"), DTYPE_CASES)
-def test_of_equal_predictions_the_earlier_ones_are_chosen(
-    device: str, dtype: torch.dtype, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def check_equal_predictions(name: str, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of K and V that are not chosen are NaN; many predictions stand at the cut, in several tiles."""
-    if name == "reference" and device == "cuda":
-        pytest.skip("the reference reads host memory alone")
     monkeypatch.setattr(triton_early, "_COUNTED_KEYS", 64)
     parts = Parts((4, 2, 16, 5, [(300, 120, 5), (190, 61, 2)]), dtype, device, is_whole=True)
     at_cut = parts.best_of_last.gather(1, parts.places[-1][:, -1:])
     assert (parts.best_of_last == at_cut).sum(1).min() > 10
     parts.check(name)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DTYPE_CASES)
+def test_of_equal_predictions_the_earlier_ones_are_chosen(
+    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_equal_predictions("triton", device, dtype, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_of_equal_predictions_the_reference_chooses_the_earlier_ones(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_equal_predictions("reference", "cpu", dtype, monkeypatch)
 
 
 @pytest.mark.gpu

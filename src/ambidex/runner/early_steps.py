@@ -56,7 +56,8 @@ logger = logging.getLogger(__name__)
 
 MOST_LAYERS_BEHIND: Final = 40
 """Of a graph behind whose launch the CPU answers: the driver takes the last launches of one that has some thousand, as
-it has of more layers, only when the accelerator has gone through the first, which wait for answers."""
+it has of more layers, only when the accelerator has gone through the first, which wait for answers. So it is with
+weights in DRAM; of this graph it was counted, not measured: one of 32 layers was launched at once."""
 
 _Form = tuple[int, bool, bool]
 """Rows of a step, whether keys lie in DRAM, and whether the CPU scores far ones: others launch other things."""
