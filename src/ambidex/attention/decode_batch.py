@@ -243,13 +243,13 @@ class DecodeBatch:
         share, most = (
             (self.scan_share, self._max_scanned) if self.is_scanned else (self.stream_share, self._max_streamed)
         )
-        ids = [(id(context), id(context.blocks)) for context in contexts]
-        batched = (num_rows, self.is_scanned, share, *ids)
-        old = self.key_batches if self._inputs.windows == (None,) and self._batched == batched else None
         num_streamed = (num_blocks * share).astype(np.int64)
         is_short = bool(num_streamed.sum() > most)
         if is_short:
             num_streamed = num_streamed * most // num_streamed.sum()
+        ids = [(id(context), id(context.blocks)) for context in contexts]
+        batched = (num_rows, self.is_scanned, num_streamed.tobytes(), *ids)
+        old = self.key_batches if self._inputs.windows == (None,) and self._batched == batched else None
         host = self._inputs.host(num_rows)
         host.num_streamed[: len(blocks)] = num_streamed * self._block_size
         host.num_streamed[len(blocks) :] = 0

@@ -23,7 +23,7 @@ from ambidex.kernels.cpu.native import WORD_STRIDE
 from ambidex.kernels.cuda.pinned_view import view_on_gpu
 from ambidex.storage.host_rows import HostRows
 from ambidex.storage.lane_clock import LaneClock
-from ambidex.storage.words import WAIT_LIMIT_S, HostWords, StepFence, StreamWords, TimedWords, Words, naming
+from ambidex.storage.words import WAIT_LIMIT_S, HostWords, KernelWords, StepFence, TimedWords, Words, naming
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class FixedScores:
         # [asked, answered, L, words of a cache line]
         self._flags = torch.zeros(2, spec.num_layers, WORD_STRIDE, dtype=torch.int32, pin_memory=is_cuda)
         self._host_flags = self._flags.numpy()  # the same memory
-        self._words: Words = StreamWords() if is_cuda else HostWords()
+        self._words: Words = KernelWords() if is_cuda else HostWords()
         if clock is not None:
             self._words = TimedWords(self._words, clock)
         self._fence = StepFence(is_cuda=is_cuda)

@@ -25,7 +25,7 @@ from ambidex.kernels.reference.scanned import NUM_LANE_FIGURES
 from ambidex.storage.lane_clock import LaneClock
 from ambidex.storage.lane_thread import beside
 from ambidex.storage.tiled_pool import TiledKVPool
-from ambidex.storage.words import WAIT_LIMIT_S, HostWords, StepFence, StreamWords, TimedWords, Words, naming
+from ambidex.storage.words import WAIT_LIMIT_S, HostWords, KernelWords, StepFence, TimedWords, Words, naming
 
 
 class Handover:
@@ -55,7 +55,7 @@ class Handover:
         is_cuda = device.type == "cuda"
         self._clock = clock
         heads = (num_rows, spec.num_q_heads, spec.head_dim)
-        self._words: Words = StreamWords() if is_cuda else HostWords()
+        self._words: Words = KernelWords() if is_cuda else HostWords()
         if clock is not None:
             self._words = TimedWords(self._words, clock)
         self._q = torch.empty(heads, dtype=dtype, pin_memory=is_cuda)

@@ -23,7 +23,7 @@ from ambidex.kernels.cuda.pinned_view import view_on_gpu
 from ambidex.mlp.host_lane import Answer, HostSide
 from ambidex.mlp.split_site import HostPlace
 from ambidex.storage.lane_clock import LaneClock
-from ambidex.storage.words import WAIT_LIMIT_S, HostWords, StepFence, StreamWords, TimedWords, Words, naming
+from ambidex.storage.words import WAIT_LIMIT_S, HostWords, KernelWords, StepFence, TimedWords, Words, naming
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class WeightHandover:
         sides = [place.side for place in places]
         self._sides = tuple(sides)
         self._places = {side: place for place, side in enumerate(sides)}
-        self._words: Words = StreamWords() if is_cuda else HostWords()
+        self._words: Words = KernelWords() if is_cuda else HostWords()
         if clock is not None:
             self._words = TimedWords(self._words, clock)
         shapes = [(num_rows, side.shape.num_in) for side in sides]

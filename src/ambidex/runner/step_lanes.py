@@ -39,7 +39,7 @@ from ambidex.storage.kv_pool import KVPool
 from ambidex.storage.lane_clock import LaneClock, RunTimer
 from ambidex.storage.step_stream import StepStream
 from ambidex.storage.tiled_pool import TiledKVPool
-from ambidex.storage.words import HostWords, StreamWords
+from ambidex.storage.words import HostWords, KernelWords
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class StepLanes:
         self._stream = None
         if self._dram is not None and share > 0 and settings.stream_blocks > 0:
             near = pools[Tier.GPU]
-            words = StreamWords() if near.device.type == "cuda" else HostWords()
+            words = KernelWords() if near.device.type == "cuda" else HostWords()
             self._stream = StepStream(self._dram, settings.stream_blocks, near.device, words, row_dtype=near.k.dtype)
         self.batch = DecodeBatch(
             inputs,

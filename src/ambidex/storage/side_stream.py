@@ -18,6 +18,11 @@ class SideStream:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types here
 
+    @property
+    def handle(self) -> int | None:
+        """For calls of the driver; None: it is the CPU's."""
+        return None if self._stream is None else int(self._stream.cuda_stream)
+
     def active(self) -> AbstractContextManager[object]:
         """What is launched inside runs on this stream.
 

@@ -37,14 +37,14 @@ from ambidex.kernels.cpu.native import WORD_STRIDE
 from ambidex.kernels.cuda.copy2d import RunCopies
 from ambidex.storage.side_stream import SideStream
 from ambidex.storage.tiled_pool import TiledKVPool
-from ambidex.storage.words import WAIT_LIMIT_S, StepFence, Words, naming
+from ambidex.storage.words import WAIT_LIMIT_S, StepFence, StreamWords, Words, naming
 
 LONG_LAUNCH_S: Final = 0.05
 """Launches of whole steps take milliseconds."""
 MOST_RUNS_AT_ONCE: Final = 8
 """Copies of a layer's K, or V, up to which `start` itself launches those of the first layers, which wait for nothing:
-the thread would come to them only when the step's launch lets go of interpreter and driver, half a millisecond later.
-More of them would take as long."""
+the thread would come to them only when the step's launch lets go of interpreter and driver. More of them would take
+longer than that."""
 LEAST_COPY_BYTES: Final = 256 * 1024
 """Bytes of a copy (consecutive blocks of all heads) from which the copy engine brings them, on average over a step's;
 shorter ones are fetched by threads of the accelerator."""
@@ -69,7 +69,7 @@ class StepStream:
         pool: where the blocks lie; pinned, unless the device is the CPU.
         num_blocks: that a buffer holds.
         device: the accelerator.
-        words: how its side writes and waits for words.
+        words: how its side writes and waits for words; the copies' stream does so by itself.
         row_dtype: of the rows that blocks of integers become there, if the pool holds such; else they are attended as
             they lie.
     """
@@ -108,6 +108,7 @@ class StepStream:
         self._host_flags = self._flags.numpy()  # the same memory
         self._fence = StepFence(is_cuda=is_cuda)
         self._copies = SideStream(device)
+        self._copy_words = StreamWords(self._copies.handle) if is_cuda else words
         self._last_copies: torch.cuda.Event | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle = threading.Event()
@@ -214,9 +215,9 @@ class StepStream:
             try:
                 for layer_idx in layers:
                     if layer_idx >= STEP_BUFFERS:
-                        self._words.wait(self._used[layer_idx - STEP_BUFFERS])
+                        self._copy_words.wait(self._used[layer_idx - STEP_BUFFERS])
                     send(layer_idx)
-                    self._words.write(self._arrived[layer_idx])
+                    self._copy_words.write(self._arrived[layer_idx])
             finally:
                 if self._device.type == "cuda":
                     self._last_copies = torch.cuda.current_stream(self._device).record_event()
@@ -248,7 +249,9 @@ class StepStream:
 
     def _launch_copies(self, runs: Sequence[BlockRun], layer_idx: int) -> None:
         """On a GPU, by its copy engine."""
-        stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
+        # To ask for the current stream takes longer than to launch a copy.
+        handle = self._copies.handle if self._inline is None else torch.cuda.current_stream(self._device).cuda_stream
+        stream = ctypes.c_void_p(handle)
         for copies in self._run_copies[layer_idx]:
             for run in runs:
                 copies.launch(stream, first=run.first, place=run.place, num=run.num)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ambidex.core.errors import LaneError
 from ambidex.kernels.cuda import stream_words
+from ambidex.kernels.cuda.pinned_view import view_on_gpu
 from ambidex.storage.lane_clock import LaneClock, Part
 
 WAIT_LIMIT_S: Final = 20.0
@@ -67,14 +68,50 @@ class StepFence:
                 raise LaneError(f"the accelerator did not end its last step within {limit_s:.0f} s: {describe()}")
 
 
-class StreamWords:
-    """Words of the current CUDA stream."""
+class KernelWords:
+    """Words of the current CUDA stream, by kernels (`kernels/triton/words.py`): for steps that are captured."""
+
+    def __init__(self) -> None:
+        from ambidex.kernels.triton import words
+
+        self._kernels = words
+        self._there: dict[int, Tensor] = {}  # by address; whoever has the words has these
+        # Both kernels are loaded now: that waits for all streams, one of which may soon wait for a word.
+        ready = torch.ones(1, dtype=torch.int32, pin_memory=True)
+        self.write(ready)
+        self.wait(ready)
+        torch.cuda.current_stream().synchronize()
+        self._there.clear()
 
     def write(self, word: Tensor) -> None:
-        stream_words.write_word(word, 1)
+        self._kernels.write_word(self._find(word))
 
     def wait(self, word: Tensor) -> None:
-        stream_words.wait_word(word, 1)
+        self._kernels.wait_word(self._find(word))
+
+    def _find(self, word: Tensor) -> Tensor:
+        """The word as the GPU sees it."""
+        address = word.data_ptr()
+        if address not in self._there:
+            self._there[address] = view_on_gpu(word)
+        return self._there[address]
+
+
+class StreamWords:
+    """Words of a CUDA stream, by stream memory operations: for streams of copies, which need no kernel.
+
+    Args:
+        stream: its handle; None: the current one.
+    """
+
+    def __init__(self, stream: int | None = None) -> None:
+        self._stream = stream
+
+    def write(self, word: Tensor) -> None:
+        stream_words.write_word(word, 1, self._stream)
+
+    def wait(self, word: Tensor) -> None:
+        stream_words.wait_word(word, 1, self._stream)
 
 
 class TimedWords:

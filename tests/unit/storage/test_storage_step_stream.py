@@ -18,7 +18,7 @@ from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
 from ambidex.storage import step_stream
 from ambidex.storage.step_stream import BlockRun, StepStream
 from ambidex.storage.tiled_pool import TiledKVPool
-from ambidex.storage.words import HostWords, StreamWords
+from ambidex.storage.words import HostWords, KernelWords
 
 NUM_LAYERS, NUM_BLOCKS, MOST = 7, 12, 8
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -101,7 +101,7 @@ def test_blocks_are_right_on_a_gpu_whoever_is_late(
     monkeypatch.setattr(step_stream, "LEAST_COPY_BYTES", least_copy_bytes)
     gc.collect()  # what earlier tests pinned is unpinned here, which waits for the device, not in between
     rng, pool, device = random.Random(1), make_pool("cuda"), torch.device("cuda")
-    stream = StepStream(pool, MOST, device, StreamWords())
+    stream = StepStream(pool, MOST, device, KernelWords())
     torch.cuda._sleep(1)
     with stream.inline(draw_runs(rng)):
         run_step(stream)  # loads the kernels that the test uses
@@ -260,7 +260,7 @@ def test_a_launch_that_waits_for_copies_gets_them_in_time() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_inline_step_needs_no_words(device: str) -> None:
     pool = make_pool(device)
-    stream = StepStream(pool, MOST, torch.device(device), StreamWords() if device == "cuda" else HostWords())
+    stream = StepStream(pool, MOST, torch.device(device), KernelWords() if device == "cuda" else HostWords())
     for runs in ([BlockRun(first=3, place=0, num=MOST)], [], [BlockRun(first=11, place=0, num=1)]):
         with stream.inline(runs):
             found = run_step(stream)

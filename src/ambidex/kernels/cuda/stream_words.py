@@ -17,32 +17,35 @@ _WAIT_UNTIL_AT_LEAST: Final = 0  # CU_STREAM_WAIT_VALUE_GEQ, compared as a signe
 _WRITE_AFTER_ALL_BEFORE: Final = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: behind a fence for the whole system
 
 
-def write_word(word: Tensor, value: int) -> None:
-    """Let the current stream write `value` when all it was given before is done and visible to the host.
+def write_word(word: Tensor, value: int, stream: int | None = None) -> None:
+    """Let a stream write `value` when all it was given before is done and visible to the host.
 
     Args:
         word: one int32 in pinned host memory.
+        stream: its handle; None: the current one, which takes longer to find than the call itself.
     Raises:
         MachineError: the driver refuses.
     """
-    _call("cuStreamWriteValue32_v2", word, value, _WRITE_AFTER_ALL_BEFORE)
+    _call("cuStreamWriteValue32_v2", word, value, _WRITE_AFTER_ALL_BEFORE, stream)
 
 
-def wait_word(word: Tensor, value: int) -> None:
-    """Let the current stream wait until the word is at least `value`.
+def wait_word(word: Tensor, value: int, stream: int | None = None) -> None:
+    """Let a stream wait until the word is at least `value`.
 
     NOTE: nothing ends the wait but the word: who starts such a stream sees to it that the word comes.
 
     Args:
         word: one int32 in pinned host memory.
+        stream: see `write_word`.
     Raises:
         MachineError: the driver refuses.
     """
-    _call("cuStreamWaitValue32_v2", word, value, _WAIT_UNTIL_AT_LEAST)
+    _call("cuStreamWaitValue32_v2", word, value, _WAIT_UNTIL_AT_LEAST, stream)
 
 
-def _call(function: str, word: Tensor, value: int, flags: int) -> None:
-    stream = torch.cuda.current_stream().cuda_stream
+def _call(function: str, word: Tensor, value: int, flags: int, stream: int | None) -> None:
+    if stream is None:
+        stream = torch.cuda.current_stream().cuda_stream
     error = getattr(driver(), function)(
         ctypes.c_void_p(stream), ctypes.c_uint64(word.data_ptr()), ctypes.c_uint32(value), ctypes.c_uint(flags)
     )
