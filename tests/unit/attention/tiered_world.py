@@ -14,7 +14,7 @@ from ambidex.core.ids import BlockId, KVPart, RequestId, Tier
 from ambidex.core.kv_spec import TILE_TOKENS, KVOrder, KVSpec, StreamBuffers
 from ambidex.core.model_spec import Activation, ModelSpec
 from ambidex.core.step import BlockRef, ScheduledRequest
-from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
+from ambidex.kernels.cpu.native import AttentionPool, ThreadPool, isa
 from ambidex.storage.kv_pool import TORCH_DTYPES, KVPool, RowKVPool
 from ambidex.storage.tile_writer import TileWriter
 from ambidex.storage.tiled_pool import TiledKVPool
@@ -170,6 +170,9 @@ class TieredWorld:
         plain, _ = naive_attend(q, k, v, scale, visible)
         if self.kv_dtype in (DType.INT8, DType.INT4):  # queries and probabilities are rounded to 8 bits, too
             plain = plain_int8_attend(q, k, v, scale, visible)
+        if self.kv_dtype is DType.BF16 and self.dtype == torch.float32 and isa() in ("avx512bf16", "amx"):
+            # Their dot products take queries and probabilities as bf16, too.
+            plain = naive_attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), scale, visible)[0].float()
         # Own, GPU and CPU states, result; fp32 attention of torch on CUDA is off by up to 5 (test_ops_attention).
         per_state = 5 if self.device == "cuda" and self.dtype == torch.float32 else 1
         assert_within_twice_plain(out, plain, truth, num_roundings=4 * per_state)
