@@ -21,6 +21,7 @@ from ambidex.kernels.triton.attend_paged import (
     choose_num_splits,
     choose_tile_keys,
 )
+from ambidex.kernels.triton.near_and_far import add_tile, split_tiles, store_part
 
 
 @triton.jit(do_not_specialize=["num_chosen", "num_near"])
@@ -33,10 +34,7 @@ def _split_kernel(
     split = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     num_keys = num_chosen + num_near
-    num_tiles = tl.cdiv(num_keys, BLOCK_KEYS)
-    tiles_per_split = tl.cdiv(num_tiles, NUM_SPLITS)
-    tile_begin = split * tiles_per_split
-    tile_end = tl.minimum(tile_begin + tiles_per_split, num_tiles)
+    tile_begin, tile_end = split_tiles(num_keys, split, BLOCK_KEYS, NUM_SPLITS)
 
     heads = tl.arange(0, GROUP_BLOCK)
     dims = tl.arange(0, DIM_BLOCK)
@@ -68,23 +66,12 @@ def _split_kernel(
             given_ptr + q_heads[:, None] * num_chosen + keys[None, :], mask=is_head[:, None] & is_chosen[None, :],
             other=0.0,
         )  # fmt: skip
-        near_rows = (keys - num_chosen)[:, None] * HEAD_DIM + dims[None, :]
-        is_near_row = is_near[:, None] & is_dim[None, :]
-        k = tl.load(near_k_ptr + near_rows, mask=is_near_row, other=0.0)
-        near_v = tl.load(near_v_ptr + near_rows, mask=is_near_row, other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale_log2
-        scores = tl.where(is_chosen[None, :], given.to(tl.float32) * LOG2_E, scores)
-        scores = tl.where((is_chosen | is_near)[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        fade = tl.exp2(top - new_top)
-        weights = tl.exp2(scores - new_top[:, None])
-        total = total * fade + tl.sum(weights, axis=1)
-        v = tl.where(is_chosen[:, None], far_v, near_v)
-        acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        top = new_top
-    lse = (top + tl.log2(total)) * 0.6931471805599453  # ln 2
-    tl.store(part_ptr + part_rows[:, None] * HEAD_DIM + dims[None, :], acc / total[:, None], mask=is_q)
-    tl.store(part_lse_ptr + part_rows, lse, mask=is_head)
+        far_scores = given.to(tl.float32) * LOG2_E
+        top, total, acc = add_tile(
+            top, total, acc, q, keys, is_chosen, is_near, far_scores, far_v, near_k_ptr, near_v_ptr, num_chosen, dims,
+            is_dim, scale_log2, HEAD_DIM, PRECISION,
+        )  # fmt: skip
+    store_part(part_ptr, part_lse_ptr, part_rows, top, total, acc, dims, is_head, is_q, HEAD_DIM)
 
 
 def attend_chosen(

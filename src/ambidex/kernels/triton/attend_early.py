@@ -31,6 +31,7 @@ from ambidex.kernels.triton.attend_paged import (
     choose_num_splits,
     choose_tile_keys,
 )
+from ambidex.kernels.triton.near_and_far import add_tile, split_tiles, store_part
 
 _BROUGHT_KEYS: Final = 512
 """Keys of a tile whose scores are brought: 1 KiB of each query head in 16-bit numbers."""
@@ -52,10 +53,7 @@ def _bring_kernel(
     first = tl.load(score_first_ptr + row)
     places = first + head * GROUP * num
     orders = first // GROUP + head * num
-    num_tiles = tl.cdiv(num, BLOCK)
-    tiles_per_split = tl.cdiv(num_tiles, NUM_SPLITS)
-    tile_begin = split * tiles_per_split
-    tile_end = tl.minimum(tile_begin + tiles_per_split, num_tiles)
+    tile_begin, tile_end = split_tiles(num, split, BLOCK, NUM_SPLITS)
     for tile in range(tile_begin, tile_end):
         keys = tile * BLOCK + tl.arange(0, BLOCK)
         is_key = keys < num
@@ -132,10 +130,7 @@ def _attend_kernel(
     row = tl.program_id(2).to(tl.int64)
     num_far = tl.load(far_num_ptr + row).to(tl.int32)
     num_keys = num_far + tl.load(near_num_ptr + row).to(tl.int32)
-    num_tiles = tl.cdiv(num_keys, BLOCK_KEYS)
-    tiles_per_split = tl.cdiv(num_tiles, NUM_SPLITS)
-    tile_begin = split * tiles_per_split
-    tile_end = tl.minimum(tile_begin + tiles_per_split, num_tiles)
+    tile_begin, tile_end = split_tiles(num_keys, split, BLOCK_KEYS, NUM_SPLITS)
 
     heads = tl.arange(0, GROUP_BLOCK)
     dims = tl.arange(0, DIM_BLOCK)
@@ -184,26 +179,11 @@ def _attend_kernel(
         else:
             far_k = tl.load(k_ptr + far_rows, mask=is_far_row, other=0.0)
             far_scores = tl.dot(early, tl.trans(far_k), input_precision=PRECISION) * scale_log2
-        near_rows = (keys - num_far)[:, None] * HEAD_DIM + dims[None, :]
-        is_near_row = is_near[:, None] & is_dim[None, :]
-        k = tl.load(near_k_ptr + near_rows, mask=is_near_row, other=0.0)
-        near_v = tl.load(near_v_ptr + near_rows, mask=is_near_row, other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale_log2
-        scores = tl.where(is_chosen[None, :], far_scores, scores)
-        scores = tl.where((is_chosen | is_near)[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key of the split has been chosen yet
-        fade = tl.exp2(top - base)
-        weights = tl.exp2(scores - base[:, None])
-        total = total * fade + tl.sum(weights, axis=1)
-        v = tl.where(is_chosen[:, None], far_v, near_v)
-        acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        top = new_top
-    is_empty = total == 0.0
-    divisor = tl.where(is_empty, 1.0, total)
-    lse = tl.where(is_empty, float("-inf"), (top + tl.log2(divisor)) * 0.6931471805599453)  # ln 2
-    tl.store(part_ptr + part_rows[:, None] * HEAD_DIM + dims[None, :], acc / divisor[:, None], mask=is_q)
-    tl.store(part_lse_ptr + part_rows, lse, mask=is_head)
+        top, total, acc = add_tile(
+            top, total, acc, q, keys, is_chosen, is_near, far_scores, far_v, near_k_ptr, near_v_ptr, num_far, dims,
+            is_dim, scale_log2, HEAD_DIM, PRECISION,
+        )  # fmt: skip
+    store_part(part_ptr, part_lse_ptr, part_rows, top, total, acc, dims, is_head, is_q, HEAD_DIM)
 
 
 def attend_early(

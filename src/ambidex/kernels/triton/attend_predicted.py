@@ -25,6 +25,7 @@ from ambidex.kernels.triton.attend_paged import (
     choose_num_splits,
     choose_tile_keys,
 )
+from ambidex.kernels.triton.near_and_far import split_tiles
 
 _DIM_CHUNK: Final = 32
 """Numbers of a query that are turned at a time: with 32 columns, a tile of 4 KiB in fp32."""
@@ -43,10 +44,7 @@ def _predict_kernel(
     row = tl.program_id(2).to(tl.int64)
     slot = tl.load(near_slots_ptr + row)
     num = tl.load(far_num_ptr + row).to(tl.int32)
-    num_tiles = tl.cdiv(num, BLOCK_KEYS)
-    tiles_per_split = tl.cdiv(num_tiles, NUM_SPLITS)
-    tile_begin = split * tiles_per_split
-    tile_end = tl.minimum(tile_begin + tiles_per_split, num_tiles)
+    tile_begin, tile_end = split_tiles(num, split, BLOCK_KEYS, NUM_SPLITS)
     if (slot < 0) | ((split > 0) & (tile_begin >= tile_end)):
         return
 
