@@ -1,12 +1,30 @@
-"""What the fault tests share: a few prompts, their answers, and running an engine to its end."""
+"""What the fault tests share: a few prompts, their answers, running an engine to its end, and a few faults."""
 
-from collections.abc import Sequence
-from typing import Final
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, NoReturn
+
+import pytest
+from torch import Tensor
 
 from ambidex import SamplingParams
+from ambidex.core.config import DeviceKind
 from ambidex.engine.engine import Engine
 from ambidex.engine.outputs import RequestOutput
+from ambidex.models.base import AttentionOp, CausalLM
+from ambidex.runner.decode import DecodeForm
+from ambidex.runner.input_batch import InputBatch
+from ambidex.runner.runner import call_model
 
+Form = tuple[DeviceKind, DecodeForm]
+
+ON_CPU: Final[Form] = (DeviceKind.CPU, DecodeForm.FIXED)
+CAPTURED_ON_CPU: Final[Form] = (DeviceKind.CPU, DecodeForm.CAPTURED)
+FORMS: Final = (
+    pytest.param(ON_CPU, id="cpu"),
+    pytest.param((DeviceKind.CUDA, DecodeForm.CAPTURED), marks=pytest.mark.gpu, id="cuda"),
+)
+"""Steps in which lanes wait for each other, on either device."""
 PROMPTS: Final = ("hello world, this is a prompt of some length", "another one of these", "x" * 60)
 GREEDY: Final = SamplingParams(max_output_tokens=12, temperature=0.0, ignore_eos=True)
 SPLIT: Final = {"block_size": 16, "kv_gpu_tokens": 96, "num_sink_tokens": 16, "recent_window": 16}
@@ -29,3 +47,32 @@ def tokens(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
     """The answers, none of which failed."""
     assert [output.error for output in outputs] == [None] * len(outputs)
     return [output.token_ids for output in outputs]
+
+
+class CompilingForward:
+    """A model whose first step of each size takes 2 s, as Triton does; only steps with attention of one kind count.
+
+    Args:
+        kind: of the attention.
+    """
+
+    def __init__(self, kind: type[AttentionOp]) -> None:
+        self._kind = kind
+        self.compiled: set[int] = set()
+        """Sizes of such steps so far."""
+
+    def __call__(self, model: CausalLM, batch: InputBatch, attention: AttentionOp) -> Tensor:
+        if isinstance(attention, self._kind) and len(batch.token_ids) not in self.compiled:
+            self.compiled.add(len(batch.token_ids))
+            time.sleep(2.0)
+        return call_model(model, batch, attention)
+
+
+def capture_nothing(_body: Callable[[], None]) -> Callable[[], None]:
+    """Stands in for the capture of a step."""
+    raise RuntimeError("a CPU captures no step in which its lanes wait for each other")
+
+
+def refuse_pinned(*_: object, **__: object) -> NoReturn:
+    """Stands in for a class whose buffers are pinned."""
+    raise RuntimeError("CUDA error: out of memory (cudaHostAlloc)")

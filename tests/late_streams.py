@@ -3,6 +3,8 @@
 The thread of the test is the current stream, whose work is done when it returns. What the engine gives to a side stream
 (rows that are written into DRAM, blocks that are copied for the stream lane) is done by another thread, so what is read
 before it was waited for is read too early.
+
+Streams of a GPU come late by kernels that sleep on them (`late_gpu_streams`).
 """
 
 import queue
@@ -15,7 +17,12 @@ from typing import Any, ClassVar, Final
 
 import pytest
 import torch
+from torch import Tensor
 
+from ambidex.models.base import AttentionOp, CausalLM
+from ambidex.runner.input_batch import InputBatch
+from ambidex.runner.runner import Forward, call_model
+from ambidex.storage.side_stream import SideStream
 from ambidex.storage.tile_ring import TileRing
 from ambidex.storage.tiled_pool import TiledKVPool
 from ambidex.storage.weight_ring import WeightRing
@@ -123,6 +130,35 @@ def late_streams(seed: int, *, is_ordered: bool = True) -> Iterator[None]:
             for stream in LateStream.threads:
                 stream.stop()
             LateStream.threads.clear()
+
+
+@contextmanager
+def late_gpu_streams(rng: random.Random, *modules: str) -> Iterator[Forward]:
+    """Side streams of engines on a GPU that are built inside sleep before each piece of work.
+
+    Args:
+        rng: draws how long.
+        modules: of `ambidex.storage`, whose side streams are meant.
+    Returns:
+        The engines' `forward`: the computation comes late, too, and with it what copies wait for.
+    """
+
+    class SleepingStream(SideStream):
+        """A side stream that sleeps before each piece of work."""
+
+        def active(self) -> Any:
+            with super().active():
+                torch.cuda._sleep(rng.choice([0, 50_000, 1_000_000]))
+            return super().active()
+
+    def late_forward(model: CausalLM, batch: InputBatch, attention: AttentionOp) -> Tensor:
+        torch.cuda._sleep(rng.choice([0, 1_000_000]))
+        return call_model(model, batch, attention)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in modules:
+            patch.setattr(f"ambidex.storage.{module}.SideStream", SleepingStream)
+        yield late_forward
 
 
 def _late(function: Callable[..., None]) -> Callable[..., None]:

@@ -15,7 +15,7 @@ from ambidex import EngineConfig, FinishReason
 from ambidex.attention import fixed_scores
 from ambidex.attention.early_fixed import EarlyAttention
 from ambidex.attention.fixed_scores import FarRows
-from ambidex.core.config import DeviceKind, DTypeChoice
+from ambidex.core.config import DTypeChoice
 from ambidex.core.ids import Fallback
 from ambidex.core.policy import HybridGenMode, PolicyName
 from ambidex.engine.compose import build_engine
@@ -23,19 +23,22 @@ from ambidex.engine.engine import Engine
 from ambidex.kernels.cpu.native import KeyBatch
 from ambidex.kernels.cpu.score_rows import Scored, ScoreThread
 from ambidex.models.base import AttentionOp, CausalLM
-from ambidex.runner.decode import DecodeForm
 from ambidex.runner.early_answers import EarlyAnswers
 from ambidex.runner.input_batch import InputBatch
 from ambidex.runner.runner import call_model
 from ambidex.storage import words
-from fault_runs import SPLIT, run, tokens
-
-DEVICES = [
-    pytest.param((DeviceKind.CPU, DecodeForm.FIXED), id="cpu"),
-    pytest.param((DeviceKind.CUDA, DecodeForm.CAPTURED), marks=pytest.mark.gpu, id="cuda"),
-]
-Form = tuple[DeviceKind, DecodeForm]
-ON_CPU: Form = (DeviceKind.CPU, DecodeForm.FIXED)
+from fault_runs import (
+    CAPTURED_ON_CPU,
+    FORMS,
+    ON_CPU,
+    SPLIT,
+    CompilingForward,
+    Form,
+    capture_nothing,
+    refuse_pinned,
+    run,
+    tokens,
+)
 
 
 def make_engine(folder: Path, form: Form, *, mode: HybridGenMode = HybridGenMode.POST, **settings: Any) -> Engine:
@@ -69,7 +72,7 @@ def patch_wait(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], bool]) -
     return numbers
 
 
-@pytest.mark.parametrize("form", DEVICES)
+@pytest.mark.parametrize("form", FORMS)
 def test_late_scores_are_waited_for(folder: Path, form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = tokens(run(make_engine(folder, form)))
 
@@ -82,7 +85,7 @@ def test_late_scores_are_waited_for(folder: Path, form: Form, monkeypatch: pytes
     assert len(numbers) > 5, "no step was of fixed form"
 
 
-@pytest.mark.parametrize("form", DEVICES)
+@pytest.mark.parametrize("form", FORMS)
 def test_queries_that_do_not_come_fail_the_requests_of_their_step_and_the_next_are_served(
     folder: Path, form: Form, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,23 +153,11 @@ def test_no_lane_waits_for_kernels_that_are_compiled_at_a_step_s_first_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(words, "WAIT_LIMIT_S", 1.0)
-    compiled: set[int] = set()
-
-    def compiling(model: CausalLM, batch: InputBatch, attention: AttentionOp) -> Tensor:
-        if isinstance(attention, EarlyAttention) and len(batch.token_ids) not in compiled:
-            compiled.add(len(batch.token_ids))
-            time.sleep(2.0)  # as Triton does
-        return call_model(model, batch, attention)
-
-    def capture_nothing(body: Callable[[], None]) -> Callable[[], None]:
-        del body
-        raise RuntimeError("a CPU captures no step in which its lanes wait for each other")
-
+    forward = CompilingForward(EarlyAttention)
     wanted = tokens(run(make_engine(folder, ON_CPU)))
-    captured = (DeviceKind.CPU, DecodeForm.CAPTURED)
-    engine = make_engine(folder, captured, capture=lambda: capture_nothing, forward=compiling)
+    engine = make_engine(folder, CAPTURED_ON_CPU, capture=lambda: capture_nothing, forward=forward)
     assert tokens(run(engine)) == wanted, "the step that was to be captured is answered"
-    assert len(compiled) == engine.stats.num_graph_failures == 1
+    assert len(forward.compiled) == engine.stats.num_graph_failures == 1
 
 
 @pytest.mark.parametrize("mode", list(HybridGenMode))
@@ -192,22 +183,19 @@ def test_replayed_steps_read_what_changes_from_step_to_step(
     wanted = tokens(run(make_engine(folder, ON_CPU, mode=mode)))
     answer = EarlyAnswers.answer
     monkeypatch.setattr(EarlyAnswers, "answer", answer_and_wait)
-    engine = make_engine(folder, (DeviceKind.CPU, DecodeForm.CAPTURED), mode=mode, capture=lambda: capture)
+    engine = make_engine(folder, CAPTURED_ON_CPU, mode=mode, capture=lambda: capture)
     assert tokens(run(engine)) == wanted
     assert tokens(run(engine)) == wanted, "other requests, in other rows"
     assert engine.stats.num_graph_failures == 0
     assert engine.stats.num_replayed_steps == len(launched) > engine.stats.num_steps / 2
 
 
-@pytest.mark.parametrize("form", DEVICES)
+@pytest.mark.parametrize("form", FORMS)
 def test_buffers_that_cannot_be_pinned_give_up_graphs(
     folder: Path, form: Form, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("CUDA error: out of memory (cudaHostAlloc)")
-
     wanted = tokens(run(make_engine(folder, form)))
-    monkeypatch.setattr("ambidex.runner.early_steps.FixedScores", refuse)
+    monkeypatch.setattr("ambidex.runner.early_steps.FixedScores", refuse_pinned)
     engine = make_engine(folder, form)
     assert tokens(run(engine)) == wanted
     assert engine.stats.fallbacks[Fallback.NO_GRAPHS] == 1

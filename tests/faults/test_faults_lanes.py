@@ -1,12 +1,11 @@
 """A CPU job that comes late, never, or dies; copies that fail; buffers that cannot be had."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from ambidex import EngineConfig, FinishReason
 from ambidex.attention import handover
@@ -17,20 +16,23 @@ from ambidex.core.ids import Fallback, Tier
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.kernels.cpu.native import AttentionScript, KeyBatch
-from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.runner.decode import DecodeForm
-from ambidex.runner.input_batch import InputBatch
-from ambidex.runner.runner import call_model
 from ambidex.storage import words
 from ambidex.storage.copy import copy_block
 from ambidex.storage.kv_pool import KVPool
-from fault_runs import PROMPTS, SPLIT, run, tokens
-
-DEVICES = [
-    pytest.param((DeviceKind.CPU, DecodeForm.FIXED), id="cpu"),
-    pytest.param((DeviceKind.CUDA, DecodeForm.CAPTURED), marks=pytest.mark.gpu, id="cuda"),
-]
-Form = tuple[DeviceKind, DecodeForm]
+from fault_runs import (
+    CAPTURED_ON_CPU,
+    FORMS,
+    ON_CPU,
+    PROMPTS,
+    SPLIT,
+    CompilingForward,
+    Form,
+    capture_nothing,
+    refuse_pinned,
+    run,
+    tokens,
+)
 
 
 def make_engine(folder: Path, form: Form, **settings: Any) -> Engine:
@@ -61,7 +63,7 @@ def patch_script(monkeypatch: pytest.MonkeyPatch, *, fatal_run: int = -1, delay_
     return answered
 
 
-@pytest.mark.parametrize("form", DEVICES)
+@pytest.mark.parametrize("form", FORMS)
 def test_a_late_cpu_lane_is_waited_for(folder: Path, form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = tokens(run(make_engine(folder, form)))
     answered = patch_script(monkeypatch, delay_s=0.02)
@@ -69,7 +71,7 @@ def test_a_late_cpu_lane_is_waited_for(folder: Path, form: Form, monkeypatch: py
     assert sum(answered) > 0, "no step had keys in DRAM"
 
 
-@pytest.mark.parametrize("form", DEVICES)
+@pytest.mark.parametrize("form", FORMS)
 def test_a_lost_cpu_job_fails_the_requests_of_its_step_and_the_next_are_served(
     folder: Path, form: Form, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,32 +94,18 @@ def test_no_lane_waits_for_kernels_that_are_compiled_at_a_step_s_first_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handover, "WAIT_LIMIT_S", 1.0)
-    compiled: set[int] = set()
-
-    def compiling(model: CausalLM, batch: InputBatch, attention: AttentionOp) -> Tensor:
-        if isinstance(attention, HybridAttention) and len(batch.token_ids) not in compiled:
-            compiled.add(len(batch.token_ids))
-            time.sleep(2.0)  # as Triton does
-        return call_model(model, batch, attention)
-
-    def capture_nothing(body: Callable[[], None]) -> Callable[[], None]:
-        del body
-        raise RuntimeError("a CPU captures no step in which its lanes wait for each other")
-
-    form = (DeviceKind.CPU, DecodeForm.FIXED)
-    wanted = tokens(run(make_engine(folder, form)))
-    captured = (DeviceKind.CPU, DecodeForm.CAPTURED)
-    engine = make_engine(folder, captured, capture=lambda: capture_nothing, forward=compiling)
+    forward = CompilingForward(HybridAttention)
+    wanted = tokens(run(make_engine(folder, ON_CPU)))
+    engine = make_engine(folder, CAPTURED_ON_CPU, capture=lambda: capture_nothing, forward=forward)
     assert tokens(run(engine)) == wanted, "the step that was to be captured is answered"
-    assert len(compiled) == engine.stats.num_graph_failures == 1
+    assert len(forward.compiled) == engine.stats.num_graph_failures == 1
 
 
 def test_an_accelerator_that_gets_no_answer_fails_its_step_and_the_next_is_served(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    form = (DeviceKind.CPU, DecodeForm.FIXED)
-    wanted = tokens(run(make_engine(folder, form)))
-    engine = make_engine(folder, form)
+    wanted = tokens(run(make_engine(folder, ON_CPU)))
+    engine = make_engine(folder, ON_CPU)
     monkeypatch.setattr(words, "WAIT_LIMIT_S", 0.1)
     runs: list[int] = []
 
@@ -138,15 +126,12 @@ def test_an_accelerator_that_gets_no_answer_fails_its_step_and_the_next_is_serve
     assert tokens(run(engine)) == wanted
 
 
-@pytest.mark.parametrize("form", DEVICES)
+@pytest.mark.parametrize("form", FORMS)
 def test_handover_buffers_that_cannot_be_pinned_give_up_graphs(
     folder: Path, form: Form, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("CUDA error: out of memory (cudaHostAlloc)")
-
     wanted = tokens(run(make_engine(folder, form)))
-    monkeypatch.setattr("ambidex.runner.step_lanes.Handover", refuse)
+    monkeypatch.setattr("ambidex.runner.step_lanes.Handover", refuse_pinned)
     engine = make_engine(folder, form)
     assert tokens(run(engine)) == wanted
     assert engine.stats.fallbacks[Fallback.NO_GRAPHS] == 1
@@ -154,7 +139,7 @@ def test_handover_buffers_that_cannot_be_pinned_give_up_graphs(
 
 
 @pytest.mark.parametrize("error", [CopyError("the link is down"), RuntimeError("CUDA error: unspecified")])
-@pytest.mark.parametrize("form", DEVICES)
+@pytest.mark.parametrize("form", FORMS)
 def test_copies_that_fail_leave_their_blocks_where_they_are(
     folder: Path, form: Form, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,16 +19,12 @@ from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.engine.outputs import RequestOutput
 from ambidex.kernels.cpu.native import AttentionScript, KeyBatch
-from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.runner.decode import DecodeForm
-from ambidex.runner.input_batch import InputBatch
-from ambidex.runner.runner import call_model
 from ambidex.storage.copy import copy_block
 from ambidex.storage.kv_pool import KVPool
-from ambidex.storage.side_stream import SideStream
 from ambidex.storage.words import HostWords
 from fault_runs import run
-from late_streams import late_streams
+from late_streams import late_gpu_streams, late_streams
 from tiny_engine import make_engine_folder
 
 PROMPTS: Final = ("hello world, this is a prompt of some length", "x" * 100, "one", "y" * 33)
@@ -133,30 +129,14 @@ def test_late_lanes_change_no_answer(folders: dict[str, Path], seed: int, varian
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("form", [DecodeForm.ORDINARY, DecodeForm.CAPTURED])
-def test_late_streams_of_a_gpu_change_no_answer(
-    folders: dict[str, Path], seed: int, form: DecodeForm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_streams_of_a_gpu_change_no_answer(folders: dict[str, Path], seed: int, form: DecodeForm) -> None:
     folder, split = folders[VARIANTS[seed % len(VARIANTS)]], SPLITS[seed // 2 % len(SPLITS)]
     rng = random.Random(seed)
     wanted = run(make_engine(folder, split, DeviceKind.CUDA, decode_form=form), PROMPTS, PARAMS)
-
-    class SleepingStream(SideStream):
-        """A side stream that sleeps before each piece of work."""
-
-        def active(self) -> Any:
-            with super().active():
-                torch.cuda._sleep(rng.choice([0, 50_000, 1_000_000]))
-            return super().active()
-
-    def late_forward(model: CausalLM, batch: InputBatch, attention: AttentionOp) -> Tensor:
-        torch.cuda._sleep(rng.choice([0, 1_000_000]))  # the computation comes late, and with it what copies wait for
-        return call_model(model, batch, attention)
-
-    for module in ("tile_ring", "tile_writer", "step_stream"):
-        monkeypatch.setattr(f"ambidex.storage.{module}.SideStream", SleepingStream)
-    engine = make_engine(
-        folder, split, DeviceKind.CUDA, decode_form=form, forward=late_forward, copy=LateCopy(random.Random(seed))
-    )
-    outputs = run(engine, PROMPTS, PARAMS)
+    with late_gpu_streams(rng, "tile_ring", "tile_writer", "step_stream") as forward:
+        engine = make_engine(
+            folder, split, DeviceKind.CUDA, decode_form=form, forward=forward, copy=LateCopy(random.Random(seed))
+        )
+        outputs = run(engine, PROMPTS, PARAMS)
     assert [output.error for output in outputs] == [None] * len(PROMPTS)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in wanted]

@@ -20,17 +20,13 @@ from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.mlp.handover import WeightHandover
 from ambidex.mlp.split_site import Level
-from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.models.site_plans import RingSizes
 from ambidex.runner.decode import DecodeForm
-from ambidex.runner.input_batch import InputBatch
-from ambidex.runner.runner import call_model
 from ambidex.solver.placement_file import placement_json
 from ambidex.storage.host_memory import HostMemory
-from ambidex.storage.side_stream import SideStream
 from ambidex.storage.words import HostWords
 from fault_runs import run
-from late_streams import late_streams
+from late_streams import late_gpu_streams, late_streams
 from tiny_engine import make_engine_folder
 
 PROMPTS: Final = ("hello world, this is a prompt of some length", "x" * 60, "one", "y" * 33)
@@ -121,25 +117,10 @@ def test_weights_that_cannot_be_pinned_are_a_warning_and_a_counter(folder: Path)
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("form", [DecodeForm.ORDINARY, DecodeForm.CAPTURED])
-def test_late_streams_of_a_gpu_change_no_answer(
-    folder: Path, seed: int, form: DecodeForm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_streams_of_a_gpu_change_no_answer(folder: Path, seed: int, form: DecodeForm) -> None:
     rng = random.Random(seed)
     wanted = tokens(make_engine(folder, DeviceKind.CUDA, is_divided=False, decode_form=form))
-
-    class SleepingStream(SideStream):
-        """A side stream that sleeps before each piece of work."""
-
-        def active(self) -> Any:
-            with super().active():
-                torch.cuda._sleep(rng.choice([0, 50_000, 1_000_000]))
-            return super().active()
-
-    def late_forward(model: CausalLM, batch: InputBatch, attention: AttentionOp) -> Tensor:
-        torch.cuda._sleep(rng.choice([0, 1_000_000]))  # the computation comes late, and with it what copies wait for
-        return call_model(model, batch, attention)
-
-    monkeypatch.setattr("ambidex.storage.weight_ring.SideStream", SleepingStream)
-    engine = make_engine(folder, DeviceKind.CUDA, decode_form=form, forward=late_forward)
-    assert tokens(engine) == wanted
+    with late_gpu_streams(rng, "weight_ring") as forward:
+        engine = make_engine(folder, DeviceKind.CUDA, decode_form=form, forward=forward)
+        assert tokens(engine) == wanted
     assert engine.stats.num_graph_failures == 0
