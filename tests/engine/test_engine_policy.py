@@ -103,7 +103,7 @@ def test_requests_wait_where_there_is_no_room_for_the_rows_of_all_their_tokens(f
     assert isinstance(runner, ModelRunner)
     assert runner.selective is not None
     assert runner.selective.early is not None
-    store = runner.selective.early.row_store
+    store = runner.selective.early.requests.row_store
     held = {entry.owner: entry.num_bytes for entry in engine.figures.ledger.entries(Tier.DRAM)}
     outputs, num_rows, num_running = {}, 0, 0
     ids = [engine.add(prompt, params) for prompt in prompts]

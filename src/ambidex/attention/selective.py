@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ambidex.attention.decode_queries import Choice, DecodeQueries
-from ambidex.attention.early_decode import EarlyDecode, FarAnswer, FixedPlan
+from ambidex.attention.early_decode import EarlyDecode, FarAnswer
+from ambidex.attention.early_requests import FixedPlan
 from ambidex.attention.row_store import RowStore
 from ambidex.attention.select.policy import Policy
 from ambidex.attention.selected_rows import SelectedRows
@@ -97,9 +98,9 @@ class SelectiveAttention:
         parts = [self._exact.lane_bytes, self._rows.lane_bytes()]
         if self._is_early and self._early is not None:
             parts += [
-                self._rows.bytes_of(self._early.num_rows),
+                self._rows.bytes_of(self._early.requests.num_rows),
                 self._early.lane_bytes,
-                {Lane.GPU: self._early.num_bytes},
+                {Lane.GPU: self._early.requests.num_bytes},
             ]
         read: dict[Lane, int] = {}
         for part in parts:
@@ -116,7 +117,9 @@ class SelectiveAttention:
         if self._is_early and self._early is not None:
             num_choices = self._spec.num_layers * self._spec.num_q_heads * len(self._works)
             return SelectionFigures(
-                num_choices=num_choices, num_visible=self._early.num_visible, num_attended=self._early.num_attended
+                num_choices=num_choices,
+                num_visible=self._early.requests.num_visible,
+                num_attended=self._early.requests.num_attended,
             )
         return self._queries.figures()
 
@@ -145,7 +148,7 @@ class SelectiveAttention:
     @property
     def num_row_refusals(self) -> int:
         """Requests so far for whose rows the machine had no memory."""
-        store = self._early.row_store if self._early is not None else self._row_store
+        store = self._early.requests.row_store if self._early is not None else self._row_store
         return store.num_refusals if store is not None else 0
 
     @property
@@ -253,8 +256,8 @@ class SelectiveAttention:
     def fixed_lane_bytes(self) -> dict[Lane, int]:
         """Bytes that a step of fixed form read in layers that look ahead; see `lane_bytes`."""
         assert self._early is not None, "a step was planned"
-        read = dict(self._rows.bytes_of(self._early.num_rows))
-        read[Lane.GPU] = read.get(Lane.GPU, 0) + self._early.num_bytes
+        read = dict(self._rows.bytes_of(self._early.requests.num_rows))
+        read[Lane.GPU] = read.get(Lane.GPU, 0) + self._early.requests.num_bytes
         return read
 
     def attend(

@@ -24,9 +24,9 @@ import torch
 
 from ambidex.attention.decode_batch import DecodeBatch
 from ambidex.attention.decode_inputs import DecodeInputs
-from ambidex.attention.early_decode import FixedPlan
 from ambidex.attention.early_fixed import EarlyAttention, FarSide, PredictedFar, ScoredFar
 from ambidex.attention.early_inputs import EarlyInputs
+from ambidex.attention.early_requests import FixedPlan
 from ambidex.attention.fixed_scores import FixedScores
 from ambidex.attention.handover import Handover
 from ambidex.attention.hybrid import HybridAttention
@@ -297,7 +297,7 @@ class EarlySteps:
         attention = EarlyAttention(
             self._spec,
             paged if host.keys is None else HybridAttention(paged, host.keys, None),
-            self._early.near,
+            self._early.requests.near,
             self._early_inputs.device(num_rows),
             self._early.look_ahead,
             self._far_side(num_rows, host, plan),
