@@ -11,6 +11,7 @@ import pytest
 
 from ambidex import LLM, SamplingParams
 from ambidex.engine.outputs import RequestOutput
+from ambidex.server.connection import Connection
 from ambidex.server.writers import Choice, CompletionWriter
 from live_server import SMALL_POOL, WAIT_S, LiveServer, maker, wait_until
 
@@ -91,7 +92,11 @@ def test_client_that_does_not_read_gets_all_of_it_later(folder: Path, monkeypatc
         assert len(chunks) < 40, "what came while the client did not read was joined"
 
 
-def test_answer_that_cannot_be_written_fails_alone(folder: Path, offline: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_pushed", [True, False])
+def test_answer_that_cannot_be_written_fails_alone(
+    folder: Path, offline: LLM, monkeypatch: pytest.MonkeyPatch, *, is_pushed: bool
+) -> None:
+    # Bug: its error had another code where the reader wrote than where pieces were written as they came.
     own = CompletionWriter.advance
 
     def broken(self: CompletionWriter, idx: int, output: RequestOutput) -> list[Choice]:
@@ -100,12 +105,16 @@ def test_answer_that_cannot_be_written_fails_alone(folder: Path, offline: LLM, m
         return own(self, idx, output)
 
     monkeypatch.setattr(CompletionWriter, "advance", broken)
+    if not is_pushed:
+        monkeypatch.setattr(Connection, "can_write", False)
     wanted = offline.generate("hello", SamplingParams(max_output_tokens=16, temperature=0.0, ignore_eos=True))[0].text
     with LiveServer(maker(folder, **SMALL_POOL)) as server:
         with asked(server, prompt="broken", max_tokens=16, ignore_eos=True) as one, asked(
             server, max_tokens=16, ignore_eos=True
         ) as other:  # fmt: skip
-            assert b'"type":"server_error"' in read_all(one)  # its code depends on who writes
+            last = b"".join(chunks_of(read_all(one))).decode().split("\n\n")[-2]
+            error = json.loads(last[6:])["error"]
+            assert (error["type"], error["code"]) == ("server_error", "request_failed")
             assert "".join(texts_of(chunks_of(read_all(other)))) == wanted
         wait_until(server.is_idle)
 

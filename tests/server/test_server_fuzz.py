@@ -35,6 +35,7 @@ def check(response: httpx.Response) -> None:
     assert response.status_code < 500, (response.status_code, response.text, response.request.content)
     if response.status_code >= 400:
         assert set(response.json()["error"]) >= {"message", "type", "param", "code"}
+        assert response.json()["error"]["code"], "programs are told by it what went wrong"
     elif response.headers["content-type"].startswith("text/event-stream"):
         assert response.text.endswith("data: [DONE]\n\n"), (response.text, response.request.content)
 

@@ -285,7 +285,8 @@ class Answer:
             is_shown = push(idx, output)
         except Exception as error:
             logger.exception("answer %s cannot be written", self.id)
-            self._push, self._error = None, InternalError(f"the answer cannot be written: {type(error).__name__}")
+            self._push = None
+            self._error = RequestFailedError(f"the answer cannot be written: {type(error).__name__}")
             return False
         if is_shown:
             self._news.touch()

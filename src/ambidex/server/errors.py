@@ -37,12 +37,15 @@ _PARAMS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorAnswer:
-    """What a client is told; `extra` are further fields of the error object."""
+    """What a client is told; `extra` are further fields of the error object.
+
+    `code` is one word for programs, never null: docs/serving.md lists them.
+    """
 
     status: int
     message: str
     type: str
-    code: str | None = None
+    code: str
     param: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -61,7 +64,9 @@ class RefusedError(CallerError):
         self.answer = answer
 
 
-def bad_request(message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> RefusedError:
+def bad_request(
+    message: str, *, param: str | None = None, code: str = "invalid_value", status: int = 400
+) -> RefusedError:
     """The client's mistake."""
     return RefusedError(
         ErrorAnswer(status=status, message=message, type="invalid_request_error", param=param, code=code)
@@ -111,19 +116,22 @@ def answer_for(error: BaseException) -> ErrorAnswer:
             return context_length(error.num_prompt_tokens, 0, error.limit, prompt_param="messages").answer
         case CallerError():
             param = _PARAMS.get(str(error).partition(" ")[0].rstrip(":"))
-            return ErrorAnswer(status=400, message=_text(error), type="invalid_request_error", param=param)
+            return bad_request(_text(error), param=param).answer
         case EngineLostError():
             return ErrorAnswer(status=500, message=_text(error), type="server_error", code="engine_failed")
         case MachineError():
-            return ErrorAnswer(status=503, message=_text(error), type="service_unavailable", code="machine_error")
+            return unavailable(_text(error), code="machine_error").answer
         case RequestFailedError():
             return ErrorAnswer(status=500, message=_text(error), type="server_error", code="request_failed")
         case InternalError() | AmbidexError():
             return ErrorAnswer(status=500, message=_text(error), type="server_error", code="engine_failed")
         case HTTPException():
             return _http_answer(error)
-    return ErrorAnswer(
-        status=500, message=f"internal error ({type(error).__name__}); the server's log says more", type="server_error"
+    return ErrorAnswer(  # whoever was asked failed in answering this request: the engine goes on
+        status=500,
+        message=f"internal error ({type(error).__name__}); the server's log says more",
+        type="server_error",
+        code="request_failed",
     )
 
 
@@ -133,11 +141,12 @@ def _text(error: AmbidexError) -> str:
 
 
 def _http_answer(error: HTTPException) -> ErrorAnswer:
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    is_callers = error.status_code < 500
+    codes = {404: "not_found", 405: "method_not_allowed"}
     return ErrorAnswer(
         status=error.status_code,
         message=str(error.detail),
-        type="invalid_request_error" if error.status_code < 500 else "server_error",
-        code=code,
+        type="invalid_request_error" if is_callers else "server_error",
+        code=codes.get(error.status_code, "invalid_value" if is_callers else "request_failed"),
         headers=error.headers or {},
     )

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from ambidex.core.errors import AmbidexError
 from ambidex.engine.outputs import RequestOutput
 from ambidex.server.answers import Answer, Answers
 from ambidex.server.connection import find_connection
@@ -113,7 +114,9 @@ class Generation:
             yield LastFrame(tail + DONE)  # all of it is there at once: one write
         except Exception as error:  # the status has been sent: all that is left is an event
             answer = answer_for(error)
-            if answer.status >= 500:
+            if not isinstance(error, AmbidexError):
+                logger.exception("answer %s cannot be written", self.answer.id)
+            elif answer.status >= 500:
                 logger.warning("answer %s ends with an error: %s", self.answer.id, answer.message)
             record_of(http).status = answer.status
             yield LastFrame(event(answer.body()))
