@@ -13,7 +13,7 @@ from ambidex.core.placement import LayerPlacement, Placement, WeightSplit
 from ambidex.core.units import MIB
 from ambidex.cost.workload import KVShares
 from ambidex.engine import auto_placement
-from ambidex.engine.compose import build_engine, choices
+from ambidex.engine.compose import build_engine, weight_choices
 from ambidex.engine.engine import Engine
 from ambidex.hw.presets import make_profile
 from ambidex.hw.profile import HardwareProfile
@@ -72,7 +72,7 @@ def test_auto_counts_the_bytes_that_are_taken_and_answers_are_the_same(monkeypat
         solved.append(auto_placement.solve_weights(*args, **words))
         return solved[-1]
 
-    monkeypatch.setattr(choices, "solve_weights", solve)
+    monkeypatch.setattr(weight_choices, "solve_weights", solve)
     whole = make_engine(None, max_running_requests=2)
     fixed = sum(e.num_bytes for e in whole.figures.ledger.entries(Tier.GPU) if e.owner not in ("weights", "kv"))
     engine = make_engine(

@@ -12,8 +12,9 @@ from ambidex.cost.sparsity import expected_reads
 from ambidex.cost.weights import count_weights
 from ambidex.cost.workload import Workload
 from ambidex.engine.auto_placement import Predict
-from ambidex.engine.compose.choices import Choices, find_residence
+from ambidex.engine.compose.choices import Choices
 from ambidex.engine.compose.crossovers import read_machine_profile
+from ambidex.engine.compose.weight_choices import find_residence
 from ambidex.engine.compose.weights import Divided
 from ambidex.engine.forecast import NearKeys, PlacedForecast
 from ambidex.engine.run_plan import CONTEXT, Forecast, RunPlan, make_run_plan
