@@ -17,7 +17,7 @@ from ambidex.core.ids import Tier
 from ambidex.core.placement import LayerPlacement, Placement, WeightSplit
 from ambidex.engine.compose.neurons import measure_neurons
 from ambidex.mlp.neuron_mover import NeuronMover
-from ambidex.mlp.sparse_side import ScreenCosts
+from ambidex.mlp.sparse_costs import ScreenCosts
 from ambidex.mlp.split_site import Level
 from ambidex.models.site_plans import RingSizes
 from ambidex.runner.decode import DecodeForm

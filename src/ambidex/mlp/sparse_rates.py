@@ -15,7 +15,8 @@ from ambidex.mlp.parts import Part
 from ambidex.mlp.predictor import Predictor
 from ambidex.mlp.rates import TOKENS
 from ambidex.mlp.screen import Screen
-from ambidex.mlp.sparse_side import Form, FormCosts, ScreenCosts, SparseContext, SparseSide
+from ambidex.mlp.sparse_costs import Form, FormCosts, ScreenCosts
+from ambidex.mlp.sparse_side import SparseContext, SparseSide
 
 PROBE_SHARE: Final = 0.06
 """Of the neurons, that are active where a form's cost a row is measured: the cost does not depend on it much, and so

@@ -17,8 +17,9 @@ from ambidex.mlp.neuron_cache import NeuronCounts
 from ambidex.mlp.parts import Part, Rows
 from ambidex.mlp.rates import TOKENS
 from ambidex.mlp.screen import Screen
+from ambidex.mlp.sparse_costs import FormCosts, ScreenCosts
 from ambidex.mlp.sparse_rates import NO_COSTS, measure_screens
-from ambidex.mlp.sparse_side import FormCosts, ScreenCosts, SparseContext, SparseSide
+from ambidex.mlp.sparse_side import SparseContext, SparseSide
 
 WIDTH = 256
 ALWAYS = ScreenCosts(plain={1024: 1.0}, screen={1024: 0.0}, candidate={1024: 0.5})

@@ -18,8 +18,9 @@ from ambidex.mlp.cuts import SiteShape
 from ambidex.mlp.parts import Part, Rows
 from ambidex.mlp.predictor import CHECK_EVERY, Predictor
 from ambidex.mlp.rates import TOKENS
+from ambidex.mlp.sparse_costs import Form, FormCosts
 from ambidex.mlp.sparse_rates import NO_COSTS, measure_costs, sparse_rates
-from ambidex.mlp.sparse_side import Form, FormCosts, SparseContext, SparseSide
+from ambidex.mlp.sparse_side import SparseContext, SparseSide
 
 WIDTH: Final = 48
 ONLY: Final = {

@@ -14,7 +14,7 @@ from ambidex.formats.locate import ModelSource
 from ambidex.formats.neuron_predictor import PredictorFile
 from ambidex.formats.neuron_profile import NeuronProfile, default_neuron_path, fingerprint, read_neuron_profile
 from ambidex.mlp.neuron_cache import NeuronCache
-from ambidex.mlp.sparse_side import FormCosts, ScreenCosts
+from ambidex.mlp.sparse_costs import FormCosts, ScreenCosts
 from ambidex.models.base import CausalLM
 
 
