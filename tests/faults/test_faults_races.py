@@ -100,8 +100,8 @@ def test_streams_that_nobody_waits_for_would_be_noticed(folders: dict[str, Path]
 
 
 @settings(max_examples=8)
-@given(seed=st.integers(0, 2**32), variant=st.sampled_from(("llama", "falcon_40b")))
-def test_late_lanes_change_no_answer(folders: dict[str, Path], seed: int, variant: str) -> None:
+@given(seed=st.integers(0, 2**32), variant=st.sampled_from(("llama", "falcon_40b")), is_ahead=st.booleans())
+def test_late_lanes_change_no_answer(folders: dict[str, Path], seed: int, variant: str, is_ahead: bool) -> None:
     rng = random.Random(seed)
     run_script, write_word = AttentionScript.run, HostWords.write
 
@@ -120,7 +120,11 @@ def test_late_lanes_change_no_answer(folders: dict[str, Path], seed: int, varian
     with pytest.MonkeyPatch.context() as patch, late_streams(seed):
         patch.setattr(AttentionScript, "run", late_run)
         patch.setattr(HostWords, "write", late_write)
-        engine = make_engine(folders[variant], split, decode_form=DecodeForm.FIXED, copy=LateCopy(random.Random(seed)))
+        form = DecodeForm.CAPTURED if is_ahead else DecodeForm.FIXED  # captured ones are prepared while others run
+        engine = make_engine(
+            folders[variant], split, decode_form=form, capture=lambda: lambda body: body,
+            copy=LateCopy(random.Random(seed)),
+        )  # fmt: skip
         assert seen(run(engine, PROMPTS, PARAMS)) == wanted
     assert engine.stats.num_moves > 0
     assert engine.stats.lane_bytes[Lane.CPU] > 0

@@ -58,12 +58,19 @@ class ScanRule:
             num_keys: all requests together.
         """
         if num_keys >= self.least_keys(self._kept_share):
-            self._num_held_back = 0
             return True
-        if num_keys < self.least_keys(0.0):  # however few of them were kept
-            return False
-        self._num_held_back = (self._num_held_back + 1) % _LOOK_AGAIN_STEPS
-        return self._num_held_back == 0
+        return self._may_be_scanned(num_keys) and self._num_held_back >= _LOOK_AGAIN_STEPS - 1
+
+    def count(self, num_keys: int, *, was_scanned: bool) -> None:
+        """A step of so many keys in DRAM has run."""
+        if was_scanned:
+            self._num_held_back = 0
+        elif self._may_be_scanned(num_keys):
+            self._num_held_back += 1
+
+    def _may_be_scanned(self, num_keys: int) -> bool:
+        """It would be the faster way, were few enough of them kept."""
+        return num_keys >= self.least_keys(0.0)
 
     def note(self, kept_share: float) -> None:
         """Of the keys that a step scanned, so many were kept."""
@@ -88,6 +95,9 @@ class ScanAlways:
     def is_scanned(self, num_keys: int) -> bool:
         """See `ScanRule`."""
         return num_keys >= self._least_keys
+
+    def count(self, num_keys: int, *, was_scanned: bool) -> None:
+        """See `ScanRule`; changes nothing."""
 
     def note(self, kept_share: float) -> None:
         """See `ScanRule`; changes nothing."""

@@ -101,11 +101,13 @@ class EngineCore:
         plan = self.scheduler.schedule_ahead()
         if plan is None:
             return
-        step = self._launch(plan)
-        if step is None:
-            self.scheduler.withdraw(plan)
-        else:
-            self._next = _Flight(plan, step)
+        try:
+            step = self._launch(plan)
+            if step is not None:
+                self._next = _Flight(plan, step)
+        finally:
+            if self._next is None:  # it could not be sent, or Ctrl-C came in between
+                self.scheduler.withdraw(plan)
 
 
 def _tokens_of(requests: Sequence[Request], result: StepResult) -> dict[RequestId, SampledToken]:

@@ -41,9 +41,15 @@ class LaunchedDecode(Protocol):
     """A decode step that was sent to the accelerator."""
 
     lane_bytes: Mapping[Lane, int]
+    selection: SelectionFigures | None
+    """What a policy chose; None: all keys were attended."""
 
     def wait(self) -> list[int]:
-        """The likeliest token of each request, −1 where logits are not finite, once the step has ended."""
+        """The likeliest token of each request, −1 where logits are not finite, once the step has ended.
+
+        Raises:
+            LaneError: lanes lost each other; the step gave nothing.
+        """
         ...
 
 
@@ -68,8 +74,8 @@ class FixedSteps(Protocol):
         ...
 
     def try_launch(self, requests: Sequence[ScheduledRequest]) -> LaunchedDecode | None:
-        """Send a step behind the last one that was sent, and return at once; None if it must be run. Pending requests
-        take the tokens of that one.
+        """Send a step behind the last one that was sent, without the tokens of that; None if it must be run. Pending
+        requests take those tokens. Returns at once, or, where other lanes have a part in both, when that has ended.
 
         Must be called within `torch.inference_mode`; at most one other step may wait to be waited for.
         """

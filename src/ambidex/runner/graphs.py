@@ -15,7 +15,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import NamedTuple
 
 from ambidex.attention.decode_inputs import DecodeInputs
@@ -32,8 +32,10 @@ from ambidex.runner.decode import DecodeOutput, LaunchedDecode
 from ambidex.runner.fixed_step import FixedStep, Forward
 from ambidex.runner.host_answers import HostAnswers
 from ambidex.runner.step_lanes import LaneSettings, StepLanes
+from ambidex.runner.step_under_way import StepUnderWay
 from ambidex.storage.kv_pool import KVPool
 from ambidex.storage.lane_clock import StepTimes
+from ambidex.storage.lane_thread import WorkBeside
 from ambidex.storage.pinned import is_out_of_memory
 from ambidex.storage.step_stream import StepStream
 from ambidex.storage.step_watch import StepWatch
@@ -95,6 +97,8 @@ class DecodeSteps:
         self._batch = self._lanes.batch
         self._step = FixedStep(model, spec, forward, pool, inputs=inputs, lanes=self._lanes, clock=lanes.clock)
         self._launched_rows: dict[RequestId, int] = {}
+        self._last: StepUnderWay | None = None
+        """Sent ahead, its end not waited for."""
         self._copies = tuple(ChosenCopy(buckets[-1], pool.device) for _ in range(2))  # one waits while one is sent
         self._turns = itertools.cycle(range(len(self._copies)))
         self._replays: dict[_Form, Callable[[], None]] = {}
@@ -108,7 +112,7 @@ class DecodeSteps:
         Cost: a copy of a few KiB to the device and one launch; waits for nothing.
         """
         num_rows = self._bucket(len(requests))
-        self._lanes.follow_last()
+        self._end_last()
         if self._is_given_up or num_rows is None or not self._batch.try_prepare(requests, num_rows):
             return None
         is_replayed = self._run(num_rows)
@@ -125,29 +129,72 @@ class DecodeSteps:
 
     def forget(self) -> None:
         """Weights were bound anew: what was captured is captured again at its next step. No step is under way."""
+        self._end_last()
         self._replays.clear()
         self._times_of.clear()
         self._lanes.forget_weights()
 
     def try_launch(self, requests: Sequence[ScheduledRequest]) -> LaunchedDecode | None:
-        """Replay a step behind the last one, if it has a graph and the CPU lane has no part in it; see `FixedSteps`.
+        """Replay a step behind the last one, if it has a graph, no weights lie in DRAM, and no keys there are scanned
+        (what those left out is read when such a step has ended); see `FixedSteps`.
 
-        Cost: two copies of a few KiB and one launch; waits for nothing.
+        Cost: two copies of a few KiB and one launch. Waits for nothing where no key lies in DRAM, else for the end of
+        the step before it; what it prepares, it has prepared by then.
         """
         num_rows = self._bucket(len(requests))
-        if self._is_given_up or num_rows is None:
+        if self._is_given_up or self._clock is not None or num_rows is None:
             return None
-        replay = self._replays.get(_Form(num_rows, sees_dram=False, has_cpu_keys=False, is_scanned=False))
-        if replay is None or self._lanes.places_weights(num_rows):
+        if self._batch.is_scanned or self._lanes.places_weights(num_rows):
             return None
-        if not self._batch.try_prepare(requests, num_rows, self._launched_rows, may_see_dram=False):
+        if not any(form.num_rows == num_rows for form in self._replays):
+            return None
+        if not self._batch.try_prepare(requests, num_rows, self._launched_rows):
+            return None
+        replay = self._replays.get(self._form(num_rows))
+        if replay is None or self._batch.is_scanned:
             return None
         self._lanes.settle_weights()
-        replay()
+        step: StepUnderWay | None = None
+        if self._lanes.sees_dram:
+            step = self._try_start(replay, num_rows)
+            if step is None:
+                return None
+        else:
+            replay()
         self._launched_rows = {request.request_id: row for row, request in enumerate(requests)}
-        return self._copies[next(self._turns)].begin(
-            self._step.chosen[: len(requests)], self._lanes.lane_bytes(num_rows)
-        )
+        lane_bytes = self._lanes.lane_bytes(num_rows)
+        selection = self._lanes.selection(requests, num_rows) if self._lanes.is_bounded else None
+        copy = self._copies[next(self._turns)].begin(self._step.chosen[: len(requests)], lane_bytes, selection)
+        if step is not None:
+            step.bring(copy, lane_bytes, selection)
+        return step or copy
+
+    def _try_start(self, replay: Callable[[], None], num_rows: int) -> StepUnderWay | None:
+        """Start the step that was prepared, behind the last one; None if lanes lost each other: those of the last one
+        say so themselves, and the next one is run once more if it is wanted then."""
+        if not self._end_last():
+            return None
+        try:
+            batches = self._lanes.layer_batches()
+            step = self._start(replay, num_rows, self._lanes.host_answers(num_rows, batches), batches)
+        except LaneError as error:
+            logger.warning("a step is not sent ahead: %s", error)
+            return None
+        self._last = step
+        return step
+
+    def _end_last(self) -> bool:
+        """Wait for the end of a step under way, if there is one, and take from the last step what it says of the next
+        ones; False: its lanes lost each other, and so it will say to whoever waits for its tokens."""
+        is_whole = True
+        if self._last is not None:
+            try:
+                self._last.end()
+            except LaneError:
+                is_whole = False
+            self._last = None
+        self._lanes.follow_last()
+        return is_whole
 
     def _run(self, num_rows: int) -> bool | None:
         """Run the step that was prepared; says whether a graph was replayed, None if graphs had to be given up: where
@@ -193,9 +240,25 @@ class DecodeSteps:
         batches: Sequence[KeyBatch] | None,
     ) -> None:
         """Replay a step in which other lanes have a part: what the CPU does, `host`, and the stream lane."""
+        self._start(replay, num_rows, host, batches).end()
+
+    def _start(
+        self,
+        replay: Callable[[], None],
+        num_rows: int,
+        host: HostAnswers | None,
+        batches: Sequence[KeyBatch] | None,
+    ) -> StepUnderWay:
+        """Launch a step, with the CPU's part in another thread, which answers while the launch is under way: there are
+        steps of so many launches that the driver takes the last ones only when the first have had their answers."""
         stream = self._lanes.stream
         sides: list[HostAnswers | StepStream] = [side for side in (host, stream) if side is not None]
         launched = threading.Event()
+        work = WorkBeside(lambda: host.answer(batches)) if host is not None else None
+        follow = _do_nothing
+        if host is None or host.keys is not None:
+            keys, weights = (None, None) if host is None else (host.keys, host.weights)
+            follow = self._lanes.following(keys, has_weights=weights is not None)
 
         def release() -> None:
             launched.set()
@@ -207,27 +270,32 @@ class DecodeSteps:
 
         if host is not None:
             host.reset()
+        watching = ExitStack()
         try:
-            with self._watch.watching(f"a step of {num_rows} rows", describe=describe, release=release) as step:
-                if stream is not None:
-                    stream.start(self._batch.stream_runs, launched)
-                with host.answering_replay(batches) if host is not None else nullcontext():
-                    with self._lanes.timer.timing():
-                        replay()
-                    if stream is not None:
-                        stream.mark_launched()
-                    launched.set()
-                    step.mark_launched()
-                if stream is not None:
-                    stream.finish()
+            step = watching.enter_context(
+                self._watch.watching(f"a step of {num_rows} rows", describe=describe, release=release)
+            )
+            if stream is not None:
+                stream.start(self._batch.stream_runs, launched)
+            if work is not None:
+                work.start()
+            with self._lanes.timer.timing():
+                replay()
+            for side in sides:
+                side.mark_launched()
+            launched.set()
+            step.mark_launched()
+            if stream is not None:
+                stream.finish()
         except BaseException:  # the other sides wait for what is not launched or not answered any more
             release()
             for side in sides:
                 side.mark_launched()
+            if work is not None:
+                work.give_up()
+            watching.close()
             raise
-        if host is None or host.keys is not None:
-            keys, weights = (None, None) if host is None else (host.keys, host.weights)
-            self._lanes.follow(keys, has_weights=weights is not None)
+        return StepUnderWay(work, watching, follow)
 
     def _form(self, num_rows: int) -> "_Form":
         batch = self._batch
@@ -266,6 +334,7 @@ class DecodeSteps:
         """Do the CPU lane's part of the last step once more, as if all its queries were there: for benchmarks."""
         num_rows = self._bucket(num_requests)
         assert num_rows is not None, "more requests than a step takes"
+        self._end_last()
         self._lanes.answer_alone(num_rows)
 
     def _bucket(self, num_requests: int) -> int | None:
@@ -329,3 +398,7 @@ class DecodeSteps:
         self._replays.clear()
         self._times_of.clear()
         logger.warning("CUDA graphs are given up, decode is slower: a step of %d rows failed: %s", num_rows, error)
+
+
+def _do_nothing() -> None:
+    """What follows from a step that says nothing of the next ones."""

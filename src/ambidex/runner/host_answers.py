@@ -4,8 +4,8 @@ In each layer: rows of the projections before attention, keys in DRAM, rows behi
 rows of the last projection. Where nothing but keys lies in DRAM, one native call answers all layers.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -99,20 +99,3 @@ class HostAnswers:
             LaneError: see `answer`.
         """
         return beside(lambda: self.answer(batches), release=self.release, mark_launched=self.mark_launched)
-
-    @contextmanager
-    def answering_replay(self, batches: Sequence[KeyBatch] | None) -> Iterator[None]:
-        """Do the CPU's part of a step whose launch is one call, inside: behind it, or beside it where the step has so
-        many launches (several for each product with weights in DRAM) that the driver takes the last ones only when the
-        accelerator has gone through the first, and these wait for answers.
-
-        Raises:
-            LaneError: see `answer`.
-        """
-        if self.weights is not None:
-            with self.answering(batches):
-                yield
-            return
-        yield
-        self.mark_launched()
-        self.answer(batches)

@@ -218,6 +218,8 @@ class ModelRunner:
         ids = [request.request_id for request in plan.requests]
         if not all(request.is_sampled for request in plan.requests) or not self._sampler.takes_likeliest(ids):
             return None
+        if self._bounded is not None:
+            self._bounded.note(plan)
         start = time.perf_counter()
         launched = self.decode_steps.try_launch(plan.requests)
         if launched is None:
@@ -225,7 +227,11 @@ class ModelRunner:
         return LaunchedPlan(plan, launched, self._finish_launched, start)
 
     def _finish_launched(self, plan: StepPlan, launched: LaunchedDecode, start: float) -> StepResult:
-        chosen = launched.wait()
+        try:
+            chosen = launched.wait()
+        except LaneError as error:
+            logger.warning("the requests of a step failed: %s", error)
+            return StepResult(failures={request.request_id: str(error) for request in plan.requests})
         start = max(start, self._last_end)  # before that, the device computed the step before
         self._last_end = time.perf_counter()
         tokens, failures = self._sampler.keep([request.request_id for request in plan.requests], chosen)
@@ -237,6 +243,7 @@ class ModelRunner:
             failures=failures,
             seconds={"forward": duration, "total": duration},
             lane_bytes=launched.lane_bytes,
+            selection=launched.selection,
             is_replayed=True,
         )
 

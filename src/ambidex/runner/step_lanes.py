@@ -216,37 +216,48 @@ class StepLanes:
         """Some keys of the step lie in DRAM."""
         return self.batch.key_batches is not None
 
-    def follow(self, keys: Handover | None, *, has_weights: bool) -> None:
-        """Take from a step that was launched and answered what the next ones are to do.
+    def following(self, keys: Handover | None, *, has_weights: bool) -> Callable[[], None]:
+        """What is to be done when the prepared step has been answered: take from it what the next ones are to do.
 
         Args:
-            keys: what the CPU lane had; None: no keys.
+            keys: what the CPU lane has; None: no keys.
             has_weights: the CPU has weights to multiply, too: then its keys' answers say little of both lanes.
         """
         batch = self.batch
-        if batch.is_scanned and keys is not None:
+        is_scanned, sees_dram, num_keys = batch.is_scanned, self.sees_dram, batch.num_dram_keys
+        num_scanned = 0
+        if is_scanned:
             num_scanned = self._spec.num_layers * self._spec.num_kv_heads * batch.num_keys[None][Tier.DRAM]
-            if num_scanned:
-                self._scan_rule.note(float(keys.figures[..., 4].sum()) / self._spec.group_size / num_scanned)
-        if has_weights or not self.sees_dram:
-            return
-        cpu_last = None if keys is None else keys.num_last / self._spec.num_layers
-        if batch.is_scanned:
-            if self._scan_balance is not None:
-                seen = ShareSeen(cpu_last=cpu_last, asked=batch.scan_share, achieved=batch.streamed_share)
-                batch.scan_share = self._scan_balance.update(seen)
-            self._ended = self._rule_follows(batch.num_dram_keys)
-            return
-        if self._balance is not None:
-            self._ended = self._share_follows(self._balance, cpu_last)
+        asked, achieved = batch.scan_share if is_scanned else batch.stream_share, batch.streamed_share
 
-    def _share_follows(self, balance: LaneBalance, cpu_last: float | None) -> Callable[[float | None], None]:
+        def follow() -> None:
+            if num_scanned and keys is not None:
+                self._scan_rule.note(float(keys.figures[..., 4].sum()) / self._spec.group_size / num_scanned)
+            if sees_dram:
+                self._scan_rule.count(num_keys, was_scanned=is_scanned)
+            if has_weights or not sees_dram:
+                return
+            cpu_last = None if keys is None else keys.num_last / self._spec.num_layers
+            if is_scanned:
+                if self._scan_balance is not None:
+                    seen = ShareSeen(cpu_last=cpu_last, asked=asked, achieved=achieved)
+                    batch.scan_share = self._scan_balance.update(seen)
+                self._ended = self._rule_follows(num_keys)
+            elif self._balance is not None:
+                self._ended = self._share_follows(self._balance, cpu_last, asked, achieved, num_keys)
+
+        return follow
+
+    def _share_follows(
+        self, balance: LaneBalance, cpu_last: float | None, asked: float, achieved: float, num_keys: int
+    ) -> Callable[[float | None], None]:
         """What is left to do when the step has ended and its seconds are known."""
         batch, rates, dram = self.batch, self._rates, self._pools[Tier.DRAM].spec
-        asked, achieved = batch.stream_share, batch.streamed_share
-        num_bytes = self._spec.num_layers * dram.bytes_per_token_layer * batch.num_dram_keys
+        num_bytes = self._spec.num_layers * dram.bytes_per_token_layer * num_keys
 
         def follow(step_s: float | None) -> None:
+            if asked != balance.share:  # it was prepared before the step in front of it had ended
+                return
             times = None
             if step_s is not None and rates is not None:
                 times = LaneTimes(step_s=step_s, link_s=num_bytes / rates.link, dram_s=num_bytes / rates.dram)

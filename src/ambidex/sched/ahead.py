@@ -5,7 +5,7 @@
 
 While the accelerator computes one step, the next is planned and sent behind it, so that it never waits for the host.
 That is possible when tokens are all that is missing: each running request has its next token sampled by the step that
-runs, no other may start, no block has to move or to be taken from anyone, and no request is held to a grammar.
+runs, no other may start, no block moves or has to move or to be taken from anyone, and no request is held to a grammar.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -28,8 +28,6 @@ def find_next_lens(
     Returns:
         None if the step cannot be planned yet, or has nobody in it.
     """
-    if not kv.is_settled:
-        return None
     lens, num_missing = [], 0
     for entry in running:
         end = ends.get(entry.request_id)
@@ -39,4 +37,6 @@ def find_next_lens(
             continue
         lens.append((entry, end + 1))
         num_missing += kv.num_missing_blocks(entry.lease, end + 1)
-    return lens if lens and num_missing <= kv.num_free_blocks else None
+    if not lens or num_missing > kv.num_free_blocks:
+        return None
+    return lens if kv.is_settled({entry.lease: num for entry, num in lens if entry.lease is not None}) else None

@@ -13,31 +13,62 @@ def beside(
 ) -> Iterator[None]:
     """Run `work` in another thread, and wait for its end behind the block.
 
-    Threads are kept for the next steps: starting one takes longer than a layer.
-
     Args:
         release: ends the waits of `work` if the block breaks off.
         mark_launched: called when the block has ended, however it did.
     Raises:
         What `work` raises, unless the block did.
     """
-    job = _LaneWork(work)
-    is_whole = False
+    other = WorkBeside(work)
     try:
-        thread = _take_thread()
-        thread.jobs.put(job)
+        other.start()
         yield
-        is_whole = True
     except BaseException:
         release()  # what was not launched will never ask: the lane need not wait for it
-        raise
-    finally:
         mark_launched()
-        if is_whole or not job.cancel():
-            job.has_ended.wait()
+        other.give_up()
+        raise
+    mark_launched()
+    other.wait()
+
+
+class WorkBeside:
+    """Work that another thread does, once. Threads are kept for the next steps: starting one takes longer than a
+    layer."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = _LaneWork(work)
+        self._thread: _LaneThread | None = None
+
+    def start(self) -> None:
+        """Give it to a thread.
+
+        Raises:
+            RuntimeError: no thread can be started.
+        """
+        self._thread = _take_thread()
+        self._thread.jobs.put(self._work)
+
+    def give_up(self) -> None:
+        """If it has not begun, it never will; else it has ended when this returns. What it raises is nobody's."""
+        if not self._work.cancel():
+            self._await_end()
+
+    def wait(self) -> None:
+        """Return when it has ended; again and again.
+
+        Raises:
+            What it raised.
+        """
+        self._await_end()
+        if self._work.failure is not None:
+            raise self._work.failure
+
+    def _await_end(self) -> None:
+        self._work.has_ended.wait()
+        thread, self._thread = self._thread, None
+        if thread is not None:
             _idle.append(thread)
-    if job.failure is not None:
-        raise job.failure
 
 
 class _LaneWork:
