@@ -90,9 +90,10 @@ def answers(engine: Engine, ids: Sequence[RequestId]) -> list[tuple[int, ...]]:
 def test_answers_are_those_of_the_ordinary_path(
     device: DeviceKind, policy: str, tmp_path: Path, sent: list[StepPlan]
 ) -> None:
-    config = make_config(make_engine_folder(tmp_path, "llama"), device, policy=PolicyName(policy))
-    # So few keys in DRAM that none are scanned: steps that scan are not sent ahead.
-    ordinary = build_engine(config, decode_form=DecodeForm.ORDINARY, min_scanned=1000)
+    """So few keys that the bounded policy scans none, and attends all: steps that scan are not sent ahead."""
+    folder = make_engine_folder(tmp_path, "llama")
+    config = make_config(folder, device, policy=PolicyName(policy))
+    ordinary = build_engine(make_config(folder, device), decode_form=DecodeForm.ORDINARY)
     stop = answers(ordinary, add_all(ordinary))[1][24]
     wanted = answers(ordinary, add_all(ordinary, stop))
     assert len(wanted[1]) < NUM_OUTPUTS[1], "it did not end by its token"
