@@ -112,11 +112,6 @@ class KVManager:
         """Moves in flight."""
         return self._tiers.num_moves
 
-    @property
-    def has_below(self) -> bool:
-        """Blocks of leases lie below the accelerator tier."""
-        return any(len(lease.on_accelerator) < len(lease.blocks) for lease in self._leases.values())
-
     def is_settled(self, next_lens: Mapping[KVLease, int]) -> bool:
         """Whether a step that makes leases so many tokens long moves no block: none moves now, `begin_demotions` would
         have nothing to do in it, and what it adds finds room on the accelerator.
@@ -128,7 +123,7 @@ class KVManager:
         if not self._below:
             return True
         leases = self._leases.values()
-        if self._spills and self.has_below:
+        if self._spills and any(len(lease.on_accelerator) < len(lease.blocks) for lease in leases):
             return False
         num_missing = sum(self.num_missing_blocks(lease, num_tokens) for lease, num_tokens in next_lens.items())
         if num_missing > self._num_available_on(Tier.GPU):

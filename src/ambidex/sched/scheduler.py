@@ -210,9 +210,7 @@ class Scheduler:
             raise InternalError(f"schedule_ahead() is called while {len(self._in_flight)} plans are under way")
         if self._failed or self._may_start_one():
             return None
-        if (
-            self._hot is not None and self._kv.has_below
-        ):  # copies come, and are named, in steps that are planned in turn
+        if self._hot is not None and self._kv.copies:  # they come and are named in steps that are planned in turn
             return None
         lens = find_next_lens(self._queues.running(), self._in_flight[0].ends, self._kv, self._max_len)
         if lens is None:
