@@ -35,7 +35,7 @@ from ambidex.compare.watch import explain_exit
 from ambidex.core.errors import AmbidexError
 from ambidex.core.policy import PolicyName
 from ambidex.hw.topology import read_topology
-from decode_engines import ALL_VARIANTS, Job
+from decode_engines import ALL_VARIANTS, Job, Kind
 from harness import environment
 from peers.shapes import SHAPES, save_random_model
 
@@ -76,7 +76,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=32, help="decode steps after each prompt")
     parser.add_argument("--variants", help="what to run; the first is what others are compared with")
     parser.add_argument("--chunk", type=int, help="tokens of a prompt computed at once; default: 512, on a GPU 2048")
-    parser.add_argument("--threads", type=int, default=read_topology().num_usable_cores, help="of every engine")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=read_topology().num_usable_cores,
+        help="of every engine; this one leaves a core of as many to the GPU's driver, if it has one",
+    )
     parser.add_argument("--wait", type=float, default=20, help="longest wait for a quiet machine, seconds a prompt")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds after which a variant has failed")
     parser.add_argument("--retry", action="store_true", help="measure variants again that have failed")
@@ -162,16 +167,25 @@ def measure(
 def make_cell(args: argparse.Namespace, variant: str, name: str, context: int) -> Cell:
     """The cell of a variant and context: what its figures depend on is in it."""
     settings = {
-        "steps": args.steps, "chunk": args.chunk, "threads": args.threads,
+        "steps": args.steps, "chunk": args.chunk, "threads": threads_of(args, variant),
         **{key: str(value) for key, value in asdict(ALL_VARIANTS[variant]).items()},
     }  # fmt: skip
     return Cell(kind=CellKind.SPEED, engine=ALL_VARIANTS[variant].kind.value, model=name, variant=variant,
                 context=context, batch=1, kv_gpu_tokens=None, settings=settings)  # fmt: skip
 
 
+def threads_of(args: argparse.Namespace, variant: str) -> int:
+    """How many a variant computes with: as it would choose by itself."""
+    engine = ALL_VARIANTS[variant]
+    is_ours = engine.kind is Kind.AMBIDEX and engine.device == "cuda"
+    takes_all = is_ours and args.threads == read_topology().num_usable_cores
+    return max(1, args.threads - 1) if takes_all else int(args.threads)
+
+
 def run_variant(args: argparse.Namespace, variant: str, model: str, prompts: list[list[int]]) -> dict[str, Any]:
     """Answer the prompts in a process of their own: what it reports, or {"failed": reason}."""
-    job = Job(variant=variant, model_file=model, prompts=prompts, num_steps=args.steps, num_threads=args.threads,
+    num_threads = threads_of(args, variant)
+    job = Job(variant=variant, model_file=model, prompts=prompts, num_steps=args.steps, num_threads=num_threads,
               longest_wait_s=args.wait, chunk_len=args.chunk)  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         job_file, result_file = Path(folder, "job.json"), Path(folder, "result.json")
@@ -181,7 +195,7 @@ def run_variant(args: argparse.Namespace, variant: str, model: str, prompts: lis
             process = subprocess.run(
                 [sys.executable, str(script), str(job_file), str(result_file)],
                 stderr=subprocess.PIPE, text=True, errors="replace", check=False, timeout=args.timeout,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(args.threads)},
+                env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(num_threads)},
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return {"failed": f"it took longer than {args.timeout:g} s"}
