@@ -6,6 +6,7 @@ import torch
 from ambidex.core.errors import NativeModuleError, ShapeError
 from ambidex.kernels import api, dispatch
 from ambidex.kernels.cpu import native
+from triton_device import INTERPRETED
 from truth import assert_within_twice_plain
 
 INF = float("inf")
@@ -36,6 +37,21 @@ def test_merge_states_of_two_key_sets_equals_attention_over_both(dtype: torch.dt
         out, lse = api.merge_states(parts[0][0].to(dtype), parts[0][1], parts[1][0].to(dtype), parts[1][1])
     assert_within_twice_plain(out, whole.to(dtype), truth.double(), num_roundings=3)  # two states, result
     assert_within_twice_plain(lse, whole_lse, truth_lse.double(), num_roundings=3)
+
+
+@pytest.mark.parametrize("name", [*IMPLEMENTATIONS, pytest.param("triton", marks=INTERPRETED)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_merge_states_rounds_to_the_dtype_that_is_asked_for(dtype: torch.dtype, name: str) -> None:
+    torch.manual_seed(0)
+    out_a, out_b = torch.randn(2, 3, 5, 20)
+    lse_a, lse_b = torch.randn(2, 3, 5)
+    with dispatch.override("merge_states", name):
+        whole, whole_lse = api.merge_states(out_a, lse_a, out_b, lse_b)
+        out, lse = api.merge_states(out_a, lse_a, out_b, lse_b, out_dtype=dtype)
+    assert whole.dtype == torch.float32
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, whole.to(dtype), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse, whole_lse, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "device"), PLACES)

@@ -69,7 +69,7 @@ class HybridAttention:
             handover.send(layer_idx, q)
         state = self._paged.attend_pool(layer_idx, q)
         if self._streamed is not None:
-            state = merge(state, self._streamed.attend(layer_idx, q))
+            state = merge(state, self._streamed.attend(layer_idx, q), out_dtype=q.dtype if handover is None else None)
         if handover is None:
             return state.out.to(q.dtype)
         if self._streamed is not None:
@@ -81,9 +81,11 @@ class HybridAttention:
             state = merge(state, part)
             self._lane_figures.append(figures)
             handover.note_end(layer_idx)
-        out = merge(state, handover.receive(layer_idx)).out
-        if self._is_bounded:
-            self._outs.append(out)
+        answer = handover.receive(layer_idx)
+        if not self._is_bounded:
+            return merge(state, answer, out_dtype=q.dtype).out
+        out = merge(state, answer).out
+        self._outs.append(out)
         if self._copies is not None:
             self._copies.keep(layer_idx, q, out)
         return out.to(q.dtype)

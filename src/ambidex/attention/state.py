@@ -28,16 +28,18 @@ def empty(num_tokens: int, num_q_heads: int, head_dim: int, *, device: torch.dev
     )
 
 
-def merge(a: AttentionState, b: AttentionState) -> AttentionState:
+def merge(a: AttentionState, b: AttentionState, *, out_dtype: torch.dtype | None = None) -> AttentionState:
     """Join partial answers over disjoint sets of keys: associative and commutative up to rounding.
 
+    Args:
+        out_dtype: of `out`; None: that of `a.out`.
     Returns:
-        The state over the union of keys, accumulated in fp32, `out` in the dtype of `a.out`.
+        The state over the union of keys, accumulated in fp32.
     Raises:
         ShapeError: shapes or devices do not fit.
     Source: online softmax, arXiv:1805.02867.
     """
-    return AttentionState(*api.merge_states(a.out, a.lse, b.out, b.lse))
+    return AttentionState(*api.merge_states(a.out, a.lse, b.out, b.lse, out_dtype=out_dtype))
 
 
 def merge_rows(state: AttentionState, part: AttentionState, rows: slice) -> AttentionState:

@@ -393,13 +393,16 @@ def attend_predicted(
     return early.attend_predicted(q, early_q, near_k, near_v, cut, rows, layer_idx=layer_idx, scale=scale)
 
 
-def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def merge_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """Join partial attentions over disjoint sets of keys; associative and commutative up to rounding.
 
     Args:
         out_a, out_b: [T, Hq, D]; lse_a, lse_b: [T, Hq] fp32, natural log, −inf where no key was seen (out 0 there).
+        out_dtype: of the result; None: that of `out_a`.
     Returns:
-        (out, lse) over the union of the keys, accumulated in fp32, out in the dtype of `out_a`.
+        (out, lse) over the union of the keys, accumulated in fp32, out in `out_dtype`.
     Raises:
         ShapeError: shapes or devices do not fit, or an lse is not fp32.
     Cost: moves 3 · T · Hq · D numbers.
@@ -409,6 +412,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
         choice.name == "native"
         and (choice.is_forced or out_a.shape[0] >= _LEAST_NATIVE_MERGE or memory.is_recording())
         and _is_plain_fp32(out_a, lse_a, out_b, lse_b)
+        and out_dtype in (None, torch.float32)
     ):
         return native.merge_states(out_a, lse_a, out_b, lse_b)  # checks the shapes itself
     check_shapes(out_a=(out_a, "T Hq D"), lse_a=(lse_a, "T Hq"), out_b=(out_b, "T Hq D"), lse_b=(lse_b, "T Hq"))
@@ -417,8 +421,8 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     if choose("merge_states", out_a.device.type).name == "triton":
         from ambidex.kernels.triton import merge as triton_merge
 
-        return triton_merge.merge_states(out_a, lse_a, out_b, lse_b)
-    return reference_merge.merge_states(out_a, lse_a, out_b, lse_b)
+        return triton_merge.merge_states(out_a, lse_a, out_b, lse_b, out_dtype or out_a.dtype)
+    return reference_merge.merge_states(out_a, lse_a, out_b, lse_b, out_dtype or out_a.dtype)
 
 
 def gather_blocks(pool: Tensor, block_ids: Tensor) -> Tensor:

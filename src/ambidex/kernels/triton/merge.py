@@ -33,10 +33,12 @@ def _merge_kernel(
     tl.store(lse_ptr + head, tl.where(total == 0.0, float("-inf"), base + tl.log(tl.where(total == 0.0, 1.0, total))))
 
 
-def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def merge_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """See `kernels.api.merge_states`."""
     out_a, lse_a, out_b, lse_b = (x.contiguous() for x in (out_a, lse_a, out_b, lse_b))
-    out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
+    out, lse = torch.empty_like(out_a, dtype=out_dtype), torch.empty_like(lse_a)
     if lse.numel() == 0:
         return out, lse
     head_dim = out.shape[-1]
