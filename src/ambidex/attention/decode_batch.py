@@ -79,6 +79,7 @@ class DecodeBatch:
         self._row_starts = np.arange(inputs.max_rows, dtype=np.int64) * inputs.max_blocks
         self._own_sources = inputs.max_rows + np.arange(inputs.max_rows, dtype=np.int64)
         self._widest = None if None in inputs.windows else max(w for w in inputs.windows if w is not None)
+        self._grown: list[int] = []  # rows of the table whose newest block the prepared step itself writes
         self._batched: tuple[object, ...] = ()
         self._batched_contexts: tuple[tuple[Context, tuple[BlockRef, ...]], ...] = ()
         self.num_keys: Mapping[int | None, dict[Tier, int]] = {}
@@ -93,8 +94,10 @@ class DecodeBatch:
         """All of these requests' keys in DRAM, together."""
         self.num_streamed = 0
         """Keys that the stream lane or the scan lane reads in each layer, all requests together."""
+        self.asked_share = 0.0
+        """The lane's share when the step was prepared."""
         self.streamed_share = 0.0
-        """Of the blocks in DRAM, those of these keys: the lane's share, unless its buffer holds less."""
+        """Of the blocks in DRAM, those of these keys: that share, unless the lane's buffer holds less."""
         self.stream_runs: tuple[BlockRun, ...] = ()
         """The blocks that the stream lane reads."""
 
@@ -169,6 +172,12 @@ class DecodeBatch:
         self._inputs.send(num_rows, table_rows=table_rows, stream_rows=stream_rows)
         return True
 
+    def forget_step(self) -> None:
+        """The step that was prepared is not computed: what it was to write into the table may not be there."""
+        for row in self._grown:
+            self._sent[row] = None
+        self._grown = []
+
     def _sees_dram(self, contexts: Sequence[Context], positions: NDArray[np.int64]) -> bool:
         """Whether any request sees a key that does not lie on the accelerator."""
         dram = [context.tiers[Tier.DRAM] for context in contexts]
@@ -183,7 +192,7 @@ class DecodeBatch:
     def _write_table(self, contexts: Sequence[Context], num_rows: int) -> range:
         """Write the rows whose blocks the device does not know into the host's table; returns what must be sent."""
         first, last = num_rows, -1
-        sent = self._sent
+        sent, self._grown = self._sent, []
         for row, context in enumerate(contexts):
             known = sent[row]
             if known is not None and known.context is context and known.blocks is context.blocks:
@@ -191,6 +200,8 @@ class DecodeBatch:
             sent[row] = _SentRow(context, context.blocks)
             if known is None or known.context is not context or not _grew_by_one(known.blocks, context.blocks):
                 first, last = min(first, row), row
+            else:
+                self._grown.append(row)
         sent[len(contexts) : num_rows] = [None] * (num_rows - len(contexts))  # padding writes into its rows
         if last < 0:
             return range(0)
@@ -256,6 +267,7 @@ class DecodeBatch:
         self.num_streamed = int(num_streamed.sum()) * self._block_size
         self.num_dram_keys = int(num_blocks.sum()) * self._block_size
         self.has_cpu_keys = self.is_scanned or bool(num_streamed.sum() < num_blocks.sum())
+        self.asked_share = share
         # Less than the share for want of room, not because blocks are whole.
         self.streamed_share = float(num_streamed.sum() / num_blocks.sum()) if is_short else share
         num_stored = (num_blocks - num_streamed) * self._block_size

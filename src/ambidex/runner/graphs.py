@@ -98,7 +98,7 @@ class DecodeSteps:
         self._step = FixedStep(model, spec, forward, pool, inputs=inputs, lanes=self._lanes, clock=lanes.clock)
         self._launched_rows: dict[RequestId, int] = {}
         self._last: StepUnderWay | None = None
-        """Sent ahead, its end not waited for."""
+        """The last one in which other lanes have a part: its end may not have been waited for."""
         self._copies = tuple(ChosenCopy(buckets[-1], pool.device) for _ in range(2))  # one waits while one is sent
         self._turns = itertools.cycle(range(len(self._copies)))
         self._replays: dict[_Form, Callable[[], None]] = {}
@@ -148,8 +148,17 @@ class DecodeSteps:
             return None
         if not any(form.num_rows == num_rows for form in self._replays):
             return None
+        if self._last is None or self._last.has_ended:
+            self._end_last()  # what the last step says counts for this one already
         if not self._batch.try_prepare(requests, num_rows, self._launched_rows):
             return None
+        launched = self._try_launch_prepared(requests, num_rows)
+        if launched is None:
+            self._batch.forget_step()
+        return launched
+
+    def _try_launch_prepared(self, requests: Sequence[ScheduledRequest], num_rows: int) -> LaunchedDecode | None:
+        """Launch the step that was prepared, if it can be."""
         replay = self._replays.get(self._form(num_rows))
         if replay is None or self._batch.is_scanned:
             return None
@@ -166,31 +175,30 @@ class DecodeSteps:
         selection = self._lanes.selection(requests, num_rows) if self._lanes.is_bounded else None
         copy = self._copies[next(self._turns)].begin(self._step.chosen[: len(requests)], lane_bytes, selection)
         if step is not None:
-            step.bring(copy, lane_bytes, selection)
+            step.bring(copy)
         return step or copy
 
     def _try_start(self, replay: Callable[[], None], num_rows: int) -> StepUnderWay | None:
         """Start the step that was prepared, behind the last one; None if lanes lost each other: those of the last one
         say so themselves, and the next one is run once more if it is wanted then."""
+        batches = self._lanes.layer_batches()
+        host = self._lanes.host_answers(num_rows, batches)
         if not self._end_last():
             return None
         try:
-            batches = self._lanes.layer_batches()
-            step = self._start(replay, num_rows, self._lanes.host_answers(num_rows, batches), batches)
+            return self._start(replay, num_rows, host, batches)
         except LaneError as error:
             logger.warning("a step is not sent ahead: %s", error)
             return None
-        self._last = step
-        return step
 
     def _end_last(self) -> bool:
         """Wait for the end of a step under way, if there is one, and take from the last step what it says of the next
-        ones; False: its lanes lost each other, and so it will say to whoever waits for its tokens."""
+        ones; False: it failed, and so it will say to whoever waits for its tokens."""
         is_whole = True
         if self._last is not None:
             try:
                 self._last.end()
-            except LaneError:
+            except Exception:  # each of its waits raises it: once is enough
                 is_whole = False
             self._last = None
         self._lanes.follow_last()
@@ -229,18 +237,8 @@ class DecodeSteps:
         if host is None and self._lanes.stream is None:
             replay()
         else:
-            self._replay_beside(replay, num_rows, host, batches)
+            self._start(replay, num_rows, host, batches).end()
         return True
-
-    def _replay_beside(
-        self,
-        replay: Callable[[], None],
-        num_rows: int,
-        host: HostAnswers | None,
-        batches: Sequence[KeyBatch] | None,
-    ) -> None:
-        """Replay a step in which other lanes have a part: what the CPU does, `host`, and the stream lane."""
-        self._start(replay, num_rows, host, batches).end()
 
     def _start(
         self,
@@ -249,16 +247,15 @@ class DecodeSteps:
         host: HostAnswers | None,
         batches: Sequence[KeyBatch] | None,
     ) -> StepUnderWay:
-        """Launch a step, with the CPU's part in another thread, which answers while the launch is under way: there are
-        steps of so many launches that the driver takes the last ones only when the first have had their answers."""
+        """Launch a step in which other lanes have a part. Another thread does the CPU's, `host`, and answers while the
+        launch is under way: there are steps of so many launches that the driver takes the last ones only when the first
+        have had their answers."""
         stream = self._lanes.stream
         sides: list[HostAnswers | StepStream] = [side for side in (host, stream) if side is not None]
         launched = threading.Event()
         work = WorkBeside(lambda: host.answer(batches)) if host is not None else None
-        follow = _do_nothing
-        if host is None or host.keys is not None:
-            keys, weights = (None, None) if host is None else (host.keys, host.weights)
-            follow = self._lanes.following(keys, has_weights=weights is not None)
+        keys, weights = (None, None) if host is None else (host.keys, host.weights)
+        follow = self._lanes.following(keys, has_weights=weights is not None)
 
         def release() -> None:
             launched.set()
@@ -287,6 +284,8 @@ class DecodeSteps:
             step.mark_launched()
             if stream is not None:
                 stream.finish()
+            self._last = StepUnderWay(work, watching, follow, release)
+            return self._last
         except BaseException:  # the other sides wait for what is not launched or not answered any more
             release()
             for side in sides:
@@ -294,8 +293,8 @@ class DecodeSteps:
             if work is not None:
                 work.give_up()
             watching.close()
+            self._last = None
             raise
-        return StepUnderWay(work, watching, follow)
 
     def _form(self, num_rows: int) -> "_Form":
         batch = self._batch
@@ -398,7 +397,3 @@ class DecodeSteps:
         self._replays.clear()
         self._times_of.clear()
         logger.warning("CUDA graphs are given up, decode is slower: a step of %d rows failed: %s", num_rows, error)
-
-
-def _do_nothing() -> None:
-    """What follows from a step that says nothing of the next ones."""

@@ -228,7 +228,7 @@ class StepLanes:
         num_scanned = 0
         if is_scanned:
             num_scanned = self._spec.num_layers * self._spec.num_kv_heads * batch.num_keys[None][Tier.DRAM]
-        asked, achieved = batch.scan_share if is_scanned else batch.stream_share, batch.streamed_share
+        asked, achieved = batch.asked_share, batch.streamed_share
 
         def follow() -> None:
             if num_scanned and keys is not None:

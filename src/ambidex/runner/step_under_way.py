@@ -11,7 +11,6 @@ by then all is ready, and what the predecessor gave is taken in while the next o
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
-from ambidex.core.errors import LaneError
 from ambidex.core.ids import Lane
 from ambidex.core.step import SelectionFigures
 from ambidex.runner.chosen_copy import ChosenCopy
@@ -25,15 +24,20 @@ class StepUnderWay:
         work: the CPU's part; None: it has none.
         watching: is closed when the step has ended.
         follow: called once it was answered.
+        release: ends all waits of the step, if the CPU's part breaks off.
     """
 
-    def __init__(self, work: WorkBeside | None, watching: ExitStack, follow: Callable[[], None]) -> None:
+    def __init__(
+        self, work: WorkBeside | None, watching: ExitStack, follow: Callable[[], None], release: Callable[[], None]
+    ) -> None:
         self._work = work
         self._watching = watching
         self._follow = follow
+        self._release = release
         self._copy: ChosenCopy | None = None
-        self._error: LaneError | None = None
-        self._has_ended = False
+        self._error: Exception | None = None
+        self.has_ended = False
+        """Its end was waited for."""
         self.lane_bytes: Mapping[Lane, int] = {}
         self.selection: SelectionFigures | None = None
 
@@ -41,27 +45,28 @@ class StepUnderWay:
         """Return when the lanes beside the accelerator have ended, and with tokens under way the step itself.
 
         Raises:
-            LaneError: the lanes lost each other; again at each call.
+            LaneError: the lanes lost each other; again at each call, as is whatever else the CPU's part raised.
         """
-        if not self._has_ended:
+        if not self.has_ended:
             try:
                 if self._work is not None:
                     self._work.wait()
-            except LaneError as error:
+            except Exception as error:
                 self._error = error
+                self._release()  # the accelerator may wait for the stream lane, which waits for it
             finally:
                 self._watching.close()
             if self._copy is not None:
                 self._copy.wait_here()
-            self._has_ended = True
+            self.has_ended = True
             if self._error is None:
                 self._follow()
         if self._error is not None:
             raise self._error
 
-    def bring(self, copy: ChosenCopy, lane_bytes: Mapping[Lane, int], selection: SelectionFigures | None) -> None:
-        """Name where the tokens come, which were launched behind the step, and what its lanes read and left out."""
-        self._copy, self.lane_bytes, self.selection = copy, lane_bytes, selection
+    def bring(self, copy: ChosenCopy) -> None:
+        """Name where the tokens come, which were launched behind the step."""
+        self._copy, self.lane_bytes, self.selection = copy, copy.lane_bytes, copy.selection
 
     def wait(self) -> list[int]:
         """The likeliest token of each request, −1 where logits are not finite, once the step has ended.

@@ -125,6 +125,20 @@ def test_any_course_of_requests_finds_its_tables(seed: int) -> None:
             assert_describes(inputs.device(num_rows), requests)
 
 
+def test_a_step_that_is_prepared_and_not_computed_wrote_nothing_into_the_table() -> None:
+    """Bug: the block that it was to open was taken to be there when steps of another form had come up to the next."""
+    inputs, batch = make_batch(None)
+    inputs.device(1).block_table.fill_(77)
+    before, opening = request("a", 7, [8, 3]), request("a", 8, [8, 3, 5])
+    assert batch.try_prepare([before], 1)
+    assert_describes(inputs.device(1), [before])
+    assert batch.try_prepare([opening], 1)
+    batch.forget_step()
+    behind = request("a", 12, [8, 3, 5, 6])
+    assert batch.try_prepare([behind], 1)
+    assert_describes(inputs.device(1), [behind])
+
+
 def keys_of(batch: DecodeBatch, window: int | None) -> KeyBatch:
     assert batch.key_batches is not None
     return batch.key_batches[window]
