@@ -125,8 +125,10 @@ class KVManager:
         leases = self._leases.values()
         if self._spills and any(len(lease.on_accelerator) < len(lease.blocks) for lease in leases):
             return False
-        num_missing = sum(self.num_missing_blocks(lease, num_tokens) for lease, num_tokens in next_lens.items())
-        if num_missing > self._num_available_on(Tier.GPU):
+        missing = {lease: self.num_missing_blocks(lease, num_tokens) for lease, num_tokens in next_lens.items()}
+        num_missing = sum(missing.values())
+        num_kept = int(self._block_size == 1 and num_missing > 0)  # for the block that the step behind it opens
+        if num_missing + num_kept > self._num_available_on(Tier.GPU):
             return False
         wants = [
             self._residency.wants(next_lens[lease], next_lens[lease] + 1) if lease in next_lens else lease.wants
@@ -135,9 +137,12 @@ class KVManager:
         kept = self._residency.share(wants, num_doubles=self._cache.num_doubles)
         resident = dict(zip(leases, kept, strict=True))
         for lease, num_tokens in next_lens.items():
+            if missing[lease] and len(lease.blocks) not in resident[lease]:
+                return False
             if any(True for _ in self._find_unwanted(resident, lease, (num_tokens - 1) // self._block_size)):
                 return False
-        return self._tiers.num_free_on(Tier.GPU) >= self._num_reserved or self._cache.first_on(Tier.GPU) is None
+        num_free = self._tiers.num_free_on(Tier.GPU) - num_missing
+        return num_free >= self._num_reserved or self._cache.first_on(Tier.GPU) is None
 
     def _find_unwanted(
         self, resident: Mapping[KVLease, ResidentBlocks], lease: KVLease, num_full: int

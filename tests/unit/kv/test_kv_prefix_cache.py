@@ -121,6 +121,18 @@ def test_idle_blocks_yield_to_running_requests_last_used_last() -> None:
     kv.check()
 
 
+def test_a_step_that_takes_from_the_reserve_is_not_settled() -> None:
+    """Bug: idle blocks were to leave the accelerator in a step that was planned as one in which none does."""
+    kv = make_manager(8, 8)
+    Client(kv, TEXT[:12]).compute().leave()
+    lease = Client(kv, [1] * 15, name="b").compute().lease
+    assert kv.usage()[Tier.GPU].free == 1  # of 8 one in 8 is kept free
+    assert kv.is_settled({lease: 16})
+    assert not kv.is_settled({lease: 17})
+    assert kv.try_extend(lease, 17, num_known_tokens=17)
+    assert len(kv.begin_demotions({lease: 16})) == 1
+
+
 def test_eviction_takes_the_end_of_a_context_before_its_beginning() -> None:
     kv = make_manager(5)
     Client(kv, TEXT[:20]).compute().leave()
