@@ -179,7 +179,7 @@ class Run:
         assert not plan.moves
         assert not plan.new_requests
         if self.rng.random() < 0.2:
-            self.scheduler.withdraw(plan)
+            self.scheduler.withdraw()
         else:
             self.next_plan = plan
         self.kv.check()

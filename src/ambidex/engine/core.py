@@ -65,10 +65,9 @@ class EngineCore:
         try:
             result = self._carry_out(plan, flight)
         except BaseException as error:  # Ctrl-C, too: the books are closed before it goes on
+            self._next = None  # its requests are among those that fail
+            self.scheduler.withdraw()
             self.scheduler.update(plan, _failed(plan, error))
-            if self._next is not None:
-                self.scheduler.update(self._next.plan, _failed(self._next.plan, error))
-                self._next = None
             raise
         self.pulse.enter(Stage.UPDATE)
         changed = self.scheduler.update(plan, result)
@@ -101,13 +100,11 @@ class EngineCore:
         plan = self.scheduler.schedule_ahead()
         if plan is None:
             return
-        try:
-            step = self._launch(plan)
-            if step is not None:
-                self._next = _Flight(plan, step)
-        finally:
-            if self._next is None:  # it could not be sent, or Ctrl-C came in between
-                self.scheduler.withdraw(plan)
+        step = self._launch(plan)
+        if step is None:
+            self.scheduler.withdraw()
+        else:
+            self._next = _Flight(plan, step)
 
 
 def _tokens_of(requests: Sequence[Request], result: StepResult) -> dict[RequestId, SampledToken]:

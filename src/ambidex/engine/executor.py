@@ -23,5 +23,5 @@ class LaunchedStep(Protocol):
 
 
 Launch = Callable[[StepPlan], LaunchedStep | None]
-"""Send a step to the accelerator behind those that are under way, and return at once; None: this one must be executed,
-and nothing was done. Steps are waited for in their order."""
+"""Send a step to the accelerator behind those that are under way, without the tokens of the last of them; None: this
+one must be executed, and nothing was done. Steps are waited for in their order."""

@@ -208,9 +208,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> "LaunchedPlan | None":
-        """Send a decode step to the accelerator behind the last one and return at once; None if it must be executed.
+        """Send a decode step to the accelerator behind the last one; None if it must be executed. Returns at once, or
+        when the last one has ended (`FixedSteps.try_launch`).
 
-        That is where the likeliest token of each request is its next one, and the step is one launch.
+        A step can be sent where the likeliest token of each request is its next one, and the step is one launch.
         """
         is_plain = plan.requests and not plan.moves and not plan.new_requests
         if self.decode_steps is None or not is_plain or self._before_step is not None:
@@ -228,15 +229,19 @@ class ModelRunner:
 
     def _finish_launched(self, plan: StepPlan, launched: LaunchedDecode, start: float) -> StepResult:
         try:
-            chosen = launched.wait()
+            return self._take_launched(plan, launched, start)
         except LaneError as error:
             logger.warning("the requests of a step failed: %s", error)
             return StepResult(failures={request.request_id: str(error) for request in plan.requests})
+        finally:
+            for request_id in plan.finished_requests:
+                self._sampler.forget(request_id)
+
+    def _take_launched(self, plan: StepPlan, launched: LaunchedDecode, start: float) -> StepResult:
+        chosen = launched.wait()
         start = max(start, self._last_end)  # before that, the device computed the step before
         self._last_end = time.perf_counter()
         tokens, failures = self._sampler.keep([request.request_id for request in plan.requests], chosen)
-        for request_id in plan.finished_requests:
-            self._sampler.forget(request_id)
         duration = self._last_end - start
         return StepResult(
             tokens=tokens,

@@ -18,6 +18,8 @@ class InFlight:
     entries: Mapping[RequestId, Entry]
     ends: Mapping[RequestId, int]
     """By request whose next token is sampled: the tokens that are computed of it then."""
+    finished: Sequence[RequestId]
+    """Requests that the executor may forget."""
 
     def is_of(self, plan: StepPlan) -> bool:
         """Whether it is this plan, by its requests."""
@@ -104,4 +106,4 @@ class StepDraft:
             selection=selection,
             is_look=is_look,
         )
-        return plan, InFlight(self.entries, ends)
+        return plan, InFlight(self.entries, ends, plan.finished_requests)

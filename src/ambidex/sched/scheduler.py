@@ -234,12 +234,10 @@ class Scheduler:
         """What came of copying hot blocks; None: nobody does."""
         return None if self._hot is None else self._hot.figures
 
-    def withdraw(self, plan: StepPlan) -> None:
-        """The last plan of `schedule_ahead` is not carried out."""
-        if len(self._in_flight) != 2 or not self._in_flight[-1].is_of(plan):
-            raise InternalError("withdraw() is called with a plan that is not the last one of schedule_ahead()")
-        self._in_flight.pop()
-        self._gone[:0] = plan.finished_requests
+    def withdraw(self) -> None:
+        """The plan of `schedule_ahead`, if there is one behind the one under way, is not carried out."""
+        if len(self._in_flight) == 2:
+            self._gone[:0] = self._in_flight.pop().finished
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Request]:
         """Take in what a step gave; returns the requests that got a token or ended in it, aborted ones excepted.

@@ -1,0 +1,291 @@
+"""Steps with keys in DRAM that are prepared ahead, on an accelerator that goes its own way."""
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ambidex import EngineConfig, SamplingParams
+from ambidex.attention.lane_share import LaneBalance
+from ambidex.attention.streamed import LaneRates
+from ambidex.core.config import DeviceKind, DTypeChoice, KVDTypeChoice
+from ambidex.core.ids import Lane, RequestId
+from ambidex.core.selection import ShareSeen
+from ambidex.core.step import StepPlan, StepResult
+from ambidex.engine.compose import build_engine, root
+from ambidex.engine.compose.choices import Choices
+from ambidex.engine.compose.lanes import StreamChoice
+from ambidex.engine.engine import Engine
+from ambidex.engine.outputs import RequestOutput
+from ambidex.kernels.cpu.native import AttentionScript, KeyBatch
+from ambidex.runner.decode import DecodeForm
+from ambidex.runner.graphs import DecodeSteps
+from ambidex.runner.runner import LaunchedPlan, ModelRunner
+from ambidex.runner.step_under_way import StepUnderWay
+from ambidex.sched.scheduler import Scheduler
+from ambidex.storage.lane_thread import WorkBeside
+from ambidex.storage.step_stream import BlockRun, StepStream
+from late_accelerator import LateAccelerator, late_accelerator
+from tiny_models import VOCAB_SIZE
+
+NUM_OUTPUTS = (40, 28, 34)
+_rng = random.Random(3)
+PROMPTS = [[_rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (50, 70, 60)]
+
+
+def make_engine(folder: Path, accelerator: LateAccelerator | None = None, **settings: Any) -> Engine:
+    """An engine whose decode steps are captured by an accelerator; without one each is launched anew."""
+    config = EngineConfig(
+        model=str(folder), device=DeviceKind.CPU, dtype=DTypeChoice.FP32, kv_dtype=KVDTypeChoice.INT8, num_threads=1,
+        block_size=16, kv_gpu_tokens=400, num_sink_tokens=4, recent_window=8, **settings,
+    )  # fmt: skip
+    if accelerator is None:
+        return build_engine(config, decode_form=DecodeForm.FIXED, min_streamed=2)
+    return build_engine(config, decode_form=DecodeForm.CAPTURED, capture=lambda: accelerator.capture, min_streamed=2)
+
+
+@pytest.fixture
+def with_stream_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines on a CPU with a stream lane, which follows how steps went."""
+    make_steps = root.make_decode_steps
+
+    def make(config: EngineConfig, choices: Choices, *parts: Any) -> Any:
+        assert choices.stream is not None
+        return make_steps(config, replace(choices, stream=replace(choices.stream, step_blocks=32)), *parts)
+
+    monkeypatch.setattr(root, "make_decode_steps", make)
+    monkeypatch.setattr(root, "choose_stream", lambda *_: StreamChoice(0.5, "the test says so", LaneRates(1e6, 1e9)))
+
+
+def add_all(engine: Engine) -> list[RequestId]:
+    return [
+        engine.add(prompt, SamplingParams(max_output_tokens=num, temperature=0.0, ignore_eos=True))
+        for prompt, num in zip(PROMPTS, NUM_OUTPUTS, strict=True)
+    ]
+
+
+def run_to_end(engine: Engine) -> dict[RequestId, RequestOutput]:
+    outputs: dict[RequestId, RequestOutput] = {}
+    while engine.has_work:
+        outputs |= {output.request_id: output for output in engine.step()}
+    engine.core.scheduler.check()
+    assert sum(engine.stats.kv_bytes.values()) == 0
+    return outputs
+
+
+def answers(engine: Engine) -> list[tuple[int, ...]]:
+    ids = add_all(engine)
+    outputs = run_to_end(engine)
+    assert [outputs[request_id].error for request_id in ids] == [None] * len(ids)
+    return [outputs[request_id].token_ids for request_id in ids]
+
+
+@pytest.fixture
+def late_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU lane and the copies come late, too."""
+    rng, run_script, copy = random.Random(5), AttentionScript.run, StepStream._copy
+
+    def late_run(script: AttentionScript, *args: Any, **settings: Any) -> tuple[int, int]:
+        time.sleep(rng.choice([0.0, 0.0, 0.003]))
+        return run_script(script, *args, **settings)
+
+    def late_copy(stream: StepStream, runs: Sequence[BlockRun], layer_idx: int) -> None:
+        time.sleep(rng.choice([0.0, 0.0005]))
+        copy(stream, runs, layer_idx)
+
+    monkeypatch.setattr(AttentionScript, "run", late_run)
+    monkeypatch.setattr(StepStream, "_copy", late_copy)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.usefixtures("late_lanes")
+def test_an_accelerator_that_runs_behind_gives_the_same_answers(folder: Path, seed: int) -> None:
+    wanted = answers(make_engine(folder))
+    with late_accelerator(seed) as accelerator:
+        engine = make_engine(folder, accelerator)
+        assert answers(engine) == wanted
+        assert answers(engine) == wanted, "other requests, in other rows"
+    assert not accelerator.errors
+    assert accelerator.num_replays == engine.stats.num_replayed_steps > engine.stats.num_steps / 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.usefixtures("late_lanes", "with_stream_lane")
+def test_so_it_does_with_keys_that_travel(folder: Path, seed: int) -> None:
+    wanted = answers(make_engine(folder))
+    with late_accelerator(seed) as accelerator:
+        engine = make_engine(folder, accelerator)
+        assert answers(engine) == wanted
+        assert answers(engine) == wanted, "other requests, in other rows"
+    assert not accelerator.errors
+    assert accelerator.num_replays == engine.stats.num_replayed_steps > engine.stats.num_steps / 2
+    assert engine.stats.lane_bytes[Lane.STREAM] > 0
+    assert engine.stats.lane_bytes[Lane.CPU] > 0
+
+
+@pytest.mark.usefixtures("with_stream_lane")
+def test_the_lanes_share_follows_only_steps_that_were_prepared_with_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: of a step that was prepared with the share before, the newest was taken to be what it had asked for: so its
+    keys seemed to have had no room, after which they no longer all travelled."""
+    seen: list[ShareSeen] = []
+    update = LaneBalance.update
+
+    def noting_update(balance: LaneBalance, step: ShareSeen) -> float:
+        seen.append(step)
+        assert step.asked == balance.share
+        assert step.achieved == step.asked, "there was room for all"
+        return update(balance, step)
+
+    monkeypatch.setattr(LaneBalance, "update", noting_update)
+    with late_accelerator(0) as accelerator:
+        engine = make_engine(folder, accelerator)
+        answers(engine)
+    assert len({step.asked for step in seen}) > 3
+    assert engine.stats.num_replayed_steps / 3 < len(seen) < engine.stats.num_replayed_steps
+
+
+def fail_run(monkeypatch: pytest.MonkeyPatch, number: int, error: Exception | None) -> None:
+    """Let one of the CPU lane's runs raise an error; None: no queries came."""
+    num_runs, run_script = 0, AttentionScript.run
+
+    def run(
+        script: AttentionScript, batches: Sequence[KeyBatch], *, limit_s: float, scanned: Sequence[KeyBatch] = ()
+    ) -> tuple[int, int]:
+        nonlocal num_runs
+        num_runs += 1
+        if num_runs != number:
+            return run_script(script, batches, limit_s=limit_s, scanned=scanned)
+        if error is not None:
+            raise error
+        return 0, 0
+
+    monkeypatch.setattr(AttentionScript, "run", run)
+
+
+def test_whatever_the_cpu_lane_raises_is_raised_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the step behind it waited for its end, raised the same, and so did every step after that."""
+    with late_accelerator(1) as accelerator:
+        engine = make_engine(folder, accelerator)
+        wanted = answers(engine)
+        fail_run(monkeypatch, 10, RuntimeError("a pool has no threads"))
+        add_all(engine)
+        with pytest.raises(RuntimeError, match="a pool has no threads"):
+            run_to_end(engine)
+        assert all("RuntimeError a pool" in (output.error or "") for output in run_to_end(engine).values())
+        assert answers(engine) == wanted
+
+
+def test_requests_that_ended_are_forgotten_by_a_step_whose_lanes_lose_each_other(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the sampler kept them for ever."""
+    start, starts = DecodeSteps._start, 0
+
+    def failing_start(steps: DecodeSteps, *args: Any) -> StepUnderWay:
+        nonlocal starts
+        starts += 1
+        fail_run(monkeypatch, 1, None)
+        return start(steps, *args)
+
+    with late_accelerator(2) as accelerator:
+        engine = make_engine(folder, accelerator)
+        runner = engine.core.executor
+        assert isinstance(runner, ModelRunner)
+        answers(engine)
+        ids = add_all(engine)
+        for _ in range(14):
+            engine.step()
+        engine.abort(ids[1])
+        monkeypatch.setattr(DecodeSteps, "_start", failing_start)
+        engine.step()
+        assert starts == 1, "the step that names it was not sent"
+        outputs = run_to_end(engine)
+        assert [outputs[ids[place]].error is not None for place in (0, 2)] == [True, True]
+    assert not runner._sampler._states
+
+
+@pytest.mark.parametrize("place", ["planned", "sent"])
+def test_ctrl_c_beside_a_step_ahead_leaves_no_plan_and_no_request_behind(
+    folder: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a plan that was made and not sent yet stayed under way; of one that was sent, requests that had ended before
+    were never forgotten."""
+    plan_ahead, wait_launched, is_now = Scheduler.schedule_ahead, LaunchedPlan.wait, False
+
+    def interrupted_plan(scheduler: Scheduler) -> StepPlan | None:
+        plan = plan_ahead(scheduler)
+        if is_now and place == "planned":
+            raise KeyboardInterrupt
+        return plan
+
+    def interrupted_wait(launched: LaunchedPlan) -> StepResult:
+        if is_now and place == "sent":
+            raise KeyboardInterrupt
+        return wait_launched(launched)
+
+    monkeypatch.setattr(Scheduler, "schedule_ahead", interrupted_plan)
+    monkeypatch.setattr(LaunchedPlan, "wait", interrupted_wait)
+    with late_accelerator(4) as accelerator:
+        engine = make_engine(folder, accelerator)
+        runner = engine.core.executor
+        assert isinstance(runner, ModelRunner)
+        wanted = answers(engine)
+        ids = add_all(engine)
+        for _ in range(14):
+            engine.step()
+        engine.abort(ids[1])
+        is_now = True
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        is_now = False
+        outputs = run_to_end(engine)
+        assert all("KeyboardInterrupt" in (outputs[ids[place]].error or "") for place in (0, 2))
+        assert not runner._sampler._states
+        assert answers(engine) == wanted
+
+
+def test_the_lane_of_a_step_that_was_interrupted_has_ended_before_the_next_begins(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: nobody knew of it any more, and both answered."""
+    num_running, most, wait_work, is_now = 0, 0, WorkBeside.wait, False
+    run_script = AttentionScript.run
+
+    def slow_run(script: AttentionScript, *args: Any, **settings: Any) -> tuple[int, int]:
+        nonlocal num_running, most
+        num_running += 1
+        most, rest_s = max(most, num_running), 0.5 if is_now else 0.0
+        answered = run_script(script, *args, **settings)
+        time.sleep(rest_s)
+        num_running -= 1
+        return answered
+
+    def interrupted_wait(work: WorkBeside) -> None:
+        if is_now:
+            raise KeyboardInterrupt
+        wait_work(work)
+
+    monkeypatch.setattr(AttentionScript, "run", slow_run)
+    monkeypatch.setattr(WorkBeside, "wait", interrupted_wait)
+    monkeypatch.setattr(DecodeSteps, "try_launch", lambda *_: None)  # each step is run, and waited for
+    with late_accelerator(4) as accelerator:
+        engine = make_engine(folder, accelerator)
+        wanted = answers(engine)
+        add_all(engine)
+        for _ in range(10):
+            engine.step()
+        is_now = True
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        while num_running == 0:
+            time.sleep(0.001)
+        is_now = False
+        run_to_end(engine)
+        assert answers(engine) == wanted
+    assert most == 1
