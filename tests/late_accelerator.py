@@ -5,12 +5,15 @@ returns at once and is done by that thread; who waits for an event waits for it.
 ordinary path and moves of blocks, begins when all that was launched before is done, as it would in the same stream.
 """
 
+import inspect
 import queue
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
@@ -50,11 +53,15 @@ class LateAccelerator:
         self.num_replays = 0
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
-        """See `runner.capture.Capture`."""
+        """See `runner.capture.Capture`: what depends on the batch is as it was when the step was captured."""
+        named = inspect.getclosurevars(body).nonlocals
+        step = copy(named["self"]._step)
+        batch, step._lanes = step._lanes.batch, copy(step._lanes)
+        step._lanes.batch = SimpleNamespace(key_batches=batch.key_batches, is_scanned=batch.is_scanned)
 
         def replay() -> None:
             self.num_replays += 1
-            self.launch(body)
+            self.launch(lambda: step.compute(named["num_rows"], named["host"]))
 
         return replay
 
@@ -114,11 +121,11 @@ def late_accelerator(seed: int) -> Iterator[LateAccelerator]:
             wait(events[id(owner), place])
 
     def begin_chosen(
-        copy: ChosenCopy, chosen: Tensor, lane_bytes: Mapping[Lane, int], selection: SelectionFigures | None = None
+        tokens: ChosenCopy, chosen: Tensor, lane_bytes: Mapping[Lane, int], selection: SelectionFigures | None = None
     ) -> ChosenCopy:
-        copy._num_rows, copy.lane_bytes, copy.selection = len(chosen), lane_bytes, selection
-        record(copy, work=lambda: copy._host[: len(chosen)].copy_(chosen))
-        return copy
+        tokens._num_rows, tokens.lane_bytes, tokens.selection = len(chosen), lane_bytes, selection
+        record(tokens, work=lambda: tokens._host[: len(chosen)].copy_(chosen))
+        return tokens
 
     def wait_fence(fence: StepFence, limit_s: float, describe: Callable[[], str]) -> None:
         event = events.get((id(fence), 0))

@@ -39,9 +39,10 @@ PROMPTS = [[_rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in 
 
 def make_engine(folder: Path, accelerator: LateAccelerator | None = None, **settings: Any) -> Engine:
     """An engine whose decode steps are captured by an accelerator; without one each is launched anew."""
+    chosen = {"kv_dtype": KVDTypeChoice.INT8, "kv_gpu_tokens": 400, **settings}
     config = EngineConfig(
-        model=str(folder), device=DeviceKind.CPU, dtype=DTypeChoice.FP32, kv_dtype=KVDTypeChoice.INT8, num_threads=1,
-        block_size=16, kv_gpu_tokens=400, num_sink_tokens=4, recent_window=8, **settings,
+        model=str(folder), device=DeviceKind.CPU, dtype=DTypeChoice.FP32, num_threads=1, block_size=16,
+        num_sink_tokens=4, recent_window=8, **chosen,
     )  # fmt: skip
     if accelerator is None:
         return build_engine(config, decode_form=DecodeForm.FIXED, min_streamed=2)
@@ -289,3 +290,46 @@ def test_the_lane_of_a_step_that_was_interrupted_has_ended_before_the_next_begin
         run_to_end(engine)
         assert answers(engine) == wanted
     assert most == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.usefixtures("late_lanes")
+def test_requests_that_come_and_go_beside_steps_ahead_get_the_answers_that_they_get_alone(
+    folder: Path, seed: int
+) -> None:
+    """They begin alike or not, are aborted, and end by tokens that nobody knows before."""
+    rng = random.Random(seed)
+    beginning = [rng.randrange(3, VOCAB_SIZE) for _ in range(50)]
+    asked: dict[RequestId, tuple[list[int], SamplingParams]] = {}
+    aborted: set[RequestId] = set()
+    outputs: dict[RequestId, RequestOutput] = {}
+    sizes = {"kv_dtype": KVDTypeChoice.AUTO, "max_tokens_per_step": 40}
+    alone = make_engine(folder, **sizes | {"kv_gpu_tokens": 2000})
+    with late_accelerator(seed) as accelerator:
+        engine = make_engine(
+            folder, accelerator, **sizes, kv_gpu_tokens=rng.choice([160, 240, 400]),
+            prefix_cache_percent=rng.choice([0, 50]),
+        )  # fmt: skip
+        while len(asked) < 8 or engine.has_work:
+            if len(asked) < 8 and rng.random() < 0.15:
+                own = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 40))]
+                params = SamplingParams(
+                    max_output_tokens=rng.randint(1, 40), temperature=0.0, ignore_eos=True,
+                    stop_token_ids=tuple(rng.sample(range(3, VOCAB_SIZE), rng.choice([0, 12]))),
+                )  # fmt: skip
+                prompt = beginning[: rng.choice([0, 32, 50])] + own
+                asked[engine.add(prompt, params)] = prompt, params
+            if asked and rng.random() < 0.02:
+                request_id = rng.choice(list(asked))
+                aborted |= {request_id} if engine.abort(request_id) is not None else set()
+            outputs |= {output.request_id: output for output in engine.step()}
+        engine.core.scheduler.check()
+    assert not accelerator.errors
+    assert accelerator.num_replays > 20
+    for request_id, (prompt, params) in asked.items():
+        own_id = alone.add(prompt, params)
+        wanted = run_to_end(alone)[own_id].token_ids
+        if request_id not in aborted:
+            assert (outputs[request_id].error, outputs[request_id].token_ids) == (None, wanted)
+        elif request_id in outputs:
+            assert outputs[request_id].token_ids == wanted[: len(outputs[request_id].token_ids)]
