@@ -3,12 +3,12 @@
     .venv/bin/python bench/quality.py --text book.txt                     # contexts of 2K, 4K and 8,000 tokens
     .venv/bin/python bench/quality.py --text book.txt --contexts 512 --predict 16 --verified 100    # to try it
 
-At each context the last tokens of a window are predicted under the policy and with all keys: perplexity, likeliest
-token, KL. Digits hidden in the text are asked for at three depths. The policy has the form that its speed is measured
-in, the native one (each known token is a decode step of its own), or with --form reference that in plain torch over
-scores of K itself. Outputs are computed again over all keys, one in so many (reference: one choice, a step and layer,
-of all heads) that the asked number of (step, layer, head) comes together over all contexts; an error above its bound
-ends the run. Appends a JSON line to bench/results/quality.jsonl.
+At each context the last tokens of some windows are predicted under the policy and with all keys: perplexity, the
+standard error of its change, likeliest token, KL. Digits hidden in the text are asked for at three depths. The policy
+has the form that its speed is measured in, the native one (each known token is a decode step of its own), or with
+--form reference that in plain torch over scores of K itself. Outputs are computed again over all keys, one in so many
+(reference: one choice, a step and layer, of all heads) that the asked number of (step, layer, head) comes together over
+all contexts; an error above its bound ends the run. Appends a JSON line to bench/results/quality.jsonl.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main() -> int:
     record = {
         "bench": "quality", **opening,
         "settings": {"model": args.model, "text": args.text.name, "max_dropped_mass": args.max_dropped_mass,
-                     "predict": args.predict, "rounds": args.rounds, "form": args.form,
+                     "predict": args.predict, "windows": args.windows, "rounds": args.rounds, "form": args.form,
                      "policy": teacher.engine.report.value("compute", "policy"),
                      "kv_formats": {tier: str(spec.dtypes) for tier, spec in teacher.engine.figures.kv.items()}},
         "num_verified": verified, "points": points,
@@ -81,7 +81,7 @@ def make_teacher(args: argparse.Namespace) -> Teacher:
         return Teacher(config)
     spec = read_spec(find_model(config.model))
     num_heads = spec.num_layers * spec.num_q_heads
-    every = max(1, args.predict * num_heads * len(args.contexts) // args.verified)
+    every = max(1, args.windows * args.predict * num_heads * len(args.contexts) // args.verified)
     while math.gcd(every, num_heads) > 1:  # so that each layer and head comes up in turn
         every -= 1
     return Teacher(config, as_answered=True, verify_every=every)
@@ -98,6 +98,7 @@ def parse_args() -> argparse.Namespace:
                         help="number format of K and V")  # fmt: skip
     parser.add_argument("--contexts", default="2K,4K,8000", help="tokens of a window")
     parser.add_argument("--predict", type=int, default=128, help="tokens predicted at the end of each")
+    parser.add_argument("--windows", type=int, default=1, help="so many of each, one after the other in the text")
     parser.add_argument("--rounds", type=int, default=2, help="codes of five digits at each depth; 0: none")
     parser.add_argument("--max-dropped-mass", type=float, default=0.01, help="of each softmax")
     parser.add_argument("--verified", type=int, default=10_000, help="outputs that are computed again, at least")
@@ -107,27 +108,31 @@ def parse_args() -> argparse.Namespace:
         args.contexts = tuple(parse_size(word) for word in args.contexts.split(","))
     except AmbidexError as error:
         parser.error(f"--contexts: {error}")
-    if min(args.predict, args.verified, *args.contexts) < 1 or args.rounds < 0:
-        parser.error("--predict, --verified and --contexts must be at least 1, --rounds at least 0")
+    if min(args.predict, args.windows, args.verified, *args.contexts) < 1 or args.rounds < 0:
+        parser.error("--predict, --windows, --verified and --contexts must be at least 1, --rounds at least 0")
     return args
 
 
 def measure(teacher: Teacher, words: str, context: int, args: argparse.Namespace) -> dict[str, Any]:
     """One context."""
     spec = teacher.engine.figures.spec
-    num_outputs = args.predict * spec.num_layers * spec.num_q_heads * len(args.contexts)
+    num_outputs = args.windows * args.predict * spec.num_layers * spec.num_q_heads * len(args.contexts)
     if args.form == REFERENCE:
         verify_choices(teacher, max(1, num_outputs // args.verified))
     text = Text(
-        token_ids=teacher.engine.tokenizer.encode(words), context=context, num_predicted=args.predict, num_windows=1
+        token_ids=teacher.engine.tokenizer.encode(words),
+        context=context,
+        num_predicted=args.predict,
+        num_windows=args.windows,
     )
     agreement = measure_agreement(teacher, text, against_exact=True)
     chosen = agreement.selection or SelectionFigures()
     assert agreement.exact_perplexity is not None, "it was asked for"
+    error = "" if agreement.change_error is None else f" ± {100 * agreement.change_error:.4f}"
     change = agreement.perplexity / agreement.exact_perplexity - 1
     print(
         f"{context}: perplexity {agreement.perplexity:.4f} against {agreement.exact_perplexity:.4f} "
-        f"({100 * change:+.4f} %), likeliest token equal {100 * (agreement.top1_equal or 0):.2f} %, "
+        f"({100 * change:+.4f}{error} %), likeliest token equal {100 * (agreement.top1_equal or 0):.2f} %, "
         f"KL {agreement.mean_kl:.2e}, keys {100 * chosen.attended_share:.1f} %; {chosen.num_verified} verified, "
         f"largest error {chosen.max_error:.2e}, bound {chosen.max_error_bound:.2e}",
         flush=True,

@@ -1,6 +1,7 @@
 """How far a policy's predictions are from those of full attention, on text: perplexity, most likely token, KL."""
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -43,12 +44,14 @@ class Text:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
     """What `num_tokens` predictions at one context gave. `exact_perplexity`, `top1_equal` (share) and the divergences
-    KL(exact ‖ policy) in nats are None if there was no exact run."""
+    KL(exact ‖ policy) in nats are None if there was no exact run; so is `change_error`, the standard error of
+    perplexity / exact_perplexity − 1 if tokens were independent, which has none of a single token either."""
 
     context: int
     num_tokens: int
     perplexity: float
     exact_perplexity: float | None
+    change_error: float | None
     top1_equal: float | None
     mean_kl: float | None
     max_kl: float | None
@@ -64,13 +67,17 @@ class Agreement:
 
     def row(self) -> list[str]:
         """For a table; see `COLUMNS`."""
-        change = None if self.exact_perplexity is None else 100 * (self.perplexity / self.exact_perplexity - 1)
+        change = "–"
+        if self.exact_perplexity is not None:
+            change = f"{100 * (self.perplexity / self.exact_perplexity - 1):+.3f}"
+            change += "" if self.change_error is None else f" ± {100 * self.change_error:.3f}"
+            change += " %"
         return [
             str(self.context),
             str(self.num_tokens),
             f"{self.perplexity:.4f}",
             _shown(self.exact_perplexity, ".4f"),
-            _shown(change, "+.3f", " %"),
+            change,
             _shown(None if self.top1_equal is None else 100 * self.top1_equal, ".2f", " %"),
             _shown(self.mean_kl, ".2e"),
             *selection_cells(self.selection),
@@ -139,11 +146,20 @@ def measure_agreement(
         num_tokens=len(losses),
         perplexity=math.exp(_mean(losses)),
         exact_perplexity=math.exp(_mean(exact_losses)) if against_exact else None,
+        change_error=_change_error(losses, exact_losses) if against_exact else None,
         top1_equal=_mean(equal) if against_exact else None,
         mean_kl=_mean(divergences) if against_exact else None,
         max_kl=max(divergences) if against_exact else None,
         selection=selection,
     )
+
+
+def _change_error(losses: Sequence[float], exact_losses: Sequence[float]) -> float | None:
+    """Standard error of exp(mean difference) − 1: what both runs lose alike at a token is no part of it."""
+    differences = [loss - exact for loss, exact in zip(losses, exact_losses, strict=True)]
+    if len(differences) < 2:
+        return None
+    return math.exp(_mean(differences)) * statistics.stdev(differences) / math.sqrt(len(differences))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -83,6 +83,10 @@ def test_agreement_is_computed_from_both_runs(folder: Path) -> None:
     assert got.num_tokens == 40
     assert got.perplexity == pytest.approx(math.exp(sum(losses) / 40), rel=1e-5)
     assert got.exact_perplexity == pytest.approx(math.exp(sum(exact_losses) / 40), rel=1e-5)
+    steps = [loss - exact for loss, exact in zip(losses, exact_losses, strict=True)]
+    spread = math.sqrt(sum((step - sum(steps) / 40) ** 2 for step in steps) / 39 / 40)
+    assert got.change_error == pytest.approx(math.exp(sum(steps) / 40) * spread, rel=1e-4)
+    assert f" ± {100 * got.change_error:.3f} %" in got.row()[4]
     assert got.top1_equal == sum(equal) / 40 < 1
     assert got.mean_kl == pytest.approx(sum(divergences) / 40, rel=1e-3)
     assert got.mean_kl > 0.01
