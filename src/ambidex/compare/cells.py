@@ -50,7 +50,13 @@ class Variant:
         Raises:
             ConfigError: the policy or a setting is unknown, or a value is none of the setting.
         """
-        policy, *pairs = word.split(":")
+        policy, *pieces = word.split(":")
+        pairs: list[str] = []
+        for piece in pieces:
+            if pairs and "=" in pairs[-1] and "=" not in piece:
+                pairs[-1] += f":{piece}"  # of a value, as in `mlp_sparsity=teal:0.5`
+            else:
+                pairs.append(piece)
         if policy not in list(PolicyName):
             raise ConfigError(f"policy {policy!r} of {word!r} is unknown: known are {', '.join(PolicyName)}")
         kinds = {item.name: item.metadata.get("kind") for item in dataclasses.fields(EngineConfig)}

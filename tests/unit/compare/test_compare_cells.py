@@ -27,6 +27,9 @@ def test_variant_is_read_with_its_settings() -> None:
     assert Variant.parse("bounded:max_dropped_mass=0.05:verify=true".replace(":verify=true", "")).settings == {
         "max_dropped_mass": 0.05
     }
+    assert Variant.parse("exact:mlp_sparsity=teal:0.5:block_size=32").settings == {
+        "mlp_sparsity": "teal:0.5", "block_size": 32
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
