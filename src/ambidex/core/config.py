@@ -150,7 +150,7 @@ class EngineConfig:
         OFF, SettingKind.TEXT,
         "neurons of MLPs that a step leaves out: off; relu: those that a ReLU sets to 0, exact; relu-screened: the "
         "same, and an 8-bit copy in DRAM rules out rows before they are read, exact; cats:SHARE and teal:SHARE (0.2 "
-        "and 0.5 if it is left out): those below thresholds that `ambidex calibrate neurons` has measured, which "
+        "and 0.4 if it is left out): those below thresholds that `ambidex calibrate neurons` has measured, which "
         "changes answers",
     )  # fmt: skip
     neuron_profile: str | None = setting(

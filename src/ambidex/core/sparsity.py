@@ -35,7 +35,7 @@ class SparsityKind(StrEnum):
 ASSUMED_ACTIVE: Final = 0.1
 """Of the neurons behind a ReLU, where no profile says it: between OPT's 2 to 4 % and the 10 to 30 % of models that were
 given a ReLU later (arXiv:2312.12456). It only divides DRAM's weights between CPU and link."""
-DEFAULT_SHARES: Final = {SparsityKind.CATS: 0.2, SparsityKind.TEAL: 0.5}
+DEFAULT_SHARES: Final = {SparsityKind.CATS: 0.2, SparsityKind.TEAL: 0.4}
 """The largest, in steps of 0.1, that raise SmolLM2's perplexity by no more than 2 % (docs/qinfer.md)."""
 
 

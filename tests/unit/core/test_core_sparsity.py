@@ -14,7 +14,7 @@ from ambidex.core.sparsity import MLPSparsity, SparsityKind, parse_sparsity
         ("off", None),
         ("relu", MLPSparsity(kind=SparsityKind.RELU)),
         ("cats", MLPSparsity(kind=SparsityKind.CATS, share=0.2)),
-        ("teal", MLPSparsity(kind=SparsityKind.TEAL, share=0.5)),
+        ("teal", MLPSparsity(kind=SparsityKind.TEAL, share=0.4)),
         ("cats:0.5", MLPSparsity(kind=SparsityKind.CATS, share=0.5)),
         ("teal:.4", MLPSparsity(kind=SparsityKind.TEAL, share=0.4)),
     ],
