@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ambidex.cli.main import AmbidexCommand
+from ambidex.compare import watch
 from ambidex.compare.cells import Cell, CellKind
 from ambidex.compare.run import measure_group
 from ambidex.compare.worker import Part, find_spans, run_part
@@ -162,12 +163,13 @@ def test_model_that_a_policy_cannot_serve_fails_its_cells_with_the_reason(tmp_pa
     assert all("`policy` h2o cannot serve this mistral model" in outcome["reason"] for _, outcome in outcomes)
 
 
-def test_cell_that_takes_too_long_fails_and_its_worker_ends(folder: Path) -> None:
+def test_cell_that_takes_too_long_fails_and_its_worker_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "POLL_S", 0.001)  # else a fast machine is done before anybody looks
     cell = make_cell(CellKind.SPEED, folder)
     config = EngineConfig(model=str(folder), **SETTINGS)
-    ((got, outcome),) = measure_group(config, [cell], text=WORDS, cell_timeout_s=0.05)
+    ((got, outcome),) = measure_group(config, [cell], text=WORDS, cell_timeout_s=0.005)
     assert (got, outcome["status"]) == (cell, "failed")
-    assert outcome["reason"].startswith("it took longer than 0.05 s (--cell-timeout)")
+    assert outcome["reason"].startswith("it took longer than 0.005 s (--cell-timeout)")
 
 
 def run(folder: Path | None, *words: str) -> Result:
