@@ -1,4 +1,5 @@
-"""Words in pinned host memory that a CUDA stream writes and waits for, between kernels and also in captured graphs.
+"""Words in pinned host memory that a CUDA stream of copies writes and waits for (streams that compute, and captured
+graphs above all, have kernels for that: `kernels/triton/words.py`).
 
 The driver's stream memory operations do that without a kernel or a callback. torch has no door to them, so they are
 called in the driver's library itself. Source: CUDA Driver API, "Stream Memory Operations".
