@@ -25,6 +25,7 @@ from tokenizers import Tokenizer, models
 
 from ambidex import EngineConfig, SamplingParams
 from ambidex.bench.memory_use import MemoryWatch
+from ambidex.bench.workload import MOST_WARMUP_STEPS, WARMUP, warm_up
 from ambidex.core.config import DeviceKind, DTypeChoice, Graphs, LoadFormat
 from ambidex.core.errors import AmbidexError
 from ambidex.core.ids import Lane
@@ -96,8 +97,6 @@ SHAPES: Final[Mapping[str, Mapping[str, object]]] = {
     },
 }  # fmt: skip
 """Name → what its config.json says, beside what all of them share."""
-NUM_WARMUP_STEPS: Final = 5
-"""The first compiles kernels and captures the graph, the next replay it for the first times."""
 NUM_PROFILED_STEPS: Final = 5
 NUM_KERNELS: Final = 14
 """Kernels that a profile lists; the rest is summed up."""
@@ -172,7 +171,7 @@ def main() -> int:
         "settings": {"shape": options.shape, "dtype": options.dtype.value, "steps": options.steps,
                      "chunk": options.chunk, "block_size": BLOCK_SIZE, "graphs": options.graphs.value,
                      "decode": engine.report.value("compute", "decode"),
-                     "warmup": f"{NUM_WARMUP_STEPS} steps of each point"},
+                     "warmup": WARMUP},
         "load_s": significant(load_s, 3), "weight_bytes": weight_bytes,
         "read_bandwidth": {"unit": "bytes/s", **bandwidth.record()},
         "memory": memory.record(),
@@ -266,7 +265,7 @@ def make_config(folder: str, options: Options) -> EngineConfig:
 def num_output_tokens(options: Options, points: Sequence[Point]) -> int:
     """More than any request gives: those that come first decode while the prompts of the others are computed."""
     num_chunks = max(point.batch * -(-point.context // options.chunk) for point in points)
-    return 2 * num_chunks + NUM_WARMUP_STEPS + options.steps + NUM_PROFILED_STEPS + 8
+    return 2 * num_chunks + MOST_WARMUP_STEPS + options.steps + NUM_PROFILED_STEPS + 8
 
 
 def count_weight_bytes(folder: str, dtype: DTypeChoice) -> int:
@@ -308,8 +307,7 @@ def read_cpu_bandwidth() -> Quantiles:
 def measure(engine: Engine, point: Point, options: Options, *, weight_bytes: int, bytes_per_s: float) -> dict[str, Any]:
     """Fill the contexts of a point, time its steps and end its requests."""
     requests, fill_s = fill(engine, point, options)
-    for _ in range(NUM_WARMUP_STEPS):
-        step(engine, point)
+    num_warmup = warm_up(engine, lambda: step(engine, point))
     before = engine.stats.lane_bytes[Lane.GPU]
     replayed_before, sections_before = engine.stats.num_replayed_steps, dict(engine.stats.seconds)
     seconds = []
@@ -322,7 +320,7 @@ def measure(engine: Engine, point: Point, options: Options, *, weight_bytes: int
     floor_s = (weight_bytes + kv_bytes) / bytes_per_s
     figures = {
         "batch": point.batch, "context": point.context,
-        "fill_s": significant(fill_s, 3),
+        "fill_s": significant(fill_s, 3), "num_warmup": num_warmup,
         "step_s": quantiles.record(),
         "kv_bytes": kv_bytes,
         "floor_s": significant(floor_s), "share_of_floor": significant(floor_s / quantiles.median, 3),

@@ -31,6 +31,7 @@ import decode_gpu
 from ambidex import EngineConfig
 from ambidex.attention.selective import SelectiveAttention
 from ambidex.attention.tiered import TieredAttention
+from ambidex.bench.workload import WARMUP, warm_up
 from ambidex.core.config import DeviceKind, DTypeChoice, Graphs, KVDTypeChoice, LoadFormat
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import AmbidexError
@@ -150,7 +151,7 @@ def main() -> int:
                      "recent": args.recent, "stream_share": engine.report.value("compute", "stream_share"),
                      "stream_why": engine.report.why("compute", "stream_share"), "threads": lane.num_threads,
                      "decode": engine.report.value("compute", "decode"), "prompts": "not computed: random K and V",
-                     "warmup": f"{decode_gpu.NUM_WARMUP_STEPS} steps of each point"},
+                     "warmup": WARMUP},
         "load_s": significant(load_s, 3), "weight_bytes": weight_bytes,
         "gpu_read_bandwidth": {"unit": "bytes/s", **gpu.record()},
         "dram_read_bandwidth": {"unit": "bytes/s", **dram.record()},
@@ -333,8 +334,7 @@ def measure(
 ) -> dict[str, Any]:
     """Fill the contexts of a point, time its steps and end its requests."""
     requests, fill_s = decode_gpu.fill(engine, point, options)
-    for _ in range(decode_gpu.NUM_WARMUP_STEPS):
-        decode_gpu.step(engine, point)
+    num_warmup = warm_up(engine, lambda: decode_gpu.step(engine, point))
     before = dict(engine.stats.lane_bytes)
     replayed_before, sections_before = engine.stats.num_replayed_steps, dict(engine.stats.seconds)
     seconds = []
@@ -356,6 +356,7 @@ def measure(
     figures = {
         "selection": dataclasses.asdict(chosen) if chosen is not None else None,
         "batch": point.batch, "context": point.context, "fill_s": significant(fill_s, 3),
+        "num_warmup": num_warmup,
         "step_s": step_s.record(), "lane_s": lane_s.record() if lane_s else None,
         "lane_bytes": {str(name): num for name, num in read.items()},
         "floor_gpu_s": significant(gpu_s), "floor_cpu_s": significant(cpu_s), "floor_dram_s": significant(both_s),

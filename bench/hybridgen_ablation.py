@@ -33,6 +33,7 @@ import decode_gpu
 import decode_hybrid
 from ambidex import EngineConfig
 from ambidex.bench.record import check_output
+from ambidex.bench.workload import warm_up
 from ambidex.core.config import DeviceKind, Graphs
 from ambidex.core.errors import AmbidexError
 from ambidex.core.ids import Lane
@@ -256,9 +257,11 @@ def measure(engine: Engine, plan: Plan, options: decode_gpu.Options, point: deco
     if feedback is not None:  # not from where the point before has left it
         feedback.follow(SelectionSetting(num_selected=feedback.limits.floor))
     requests, fill_s = decode_gpu.fill(engine, point, options)
-    num_warmup = max(plan.args.settle if feedback is not None else 0, decode_gpu.NUM_WARMUP_STEPS)
-    for _ in range(num_warmup):
-        decode_gpu.step(engine, point)
+    num_warmup = warm_up(engine, lambda: decode_gpu.step(engine, point))
+    if feedback is not None:
+        for _ in range(max(0, plan.args.settle - num_warmup)):
+            decode_gpu.step(engine, point)
+        num_warmup = max(num_warmup, plan.args.settle)
     before, chosen_before = dict(engine.stats.lane_bytes), engine.stats.selection or SelectionFigures()
     replayed_before = engine.stats.num_replayed_steps
     seconds = []

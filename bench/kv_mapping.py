@@ -32,6 +32,9 @@ from ambidex.core.policy import PolicyName
 from ambidex.engine.compose import build_engine
 from harness import Quantiles, append_record, environment, significant
 
+NUM_WARMUP_STEPS: Final = 16
+"""As many under each mapping: their tokens are compared."""
+
 MAPPINGS: Final = (KVMapping.DRAM, KVMapping.K_DRAM_V_CXL, KVMapping.INTERLEAVE)
 MARGIN: Final = 1.2
 """Of each budget over what K and V of the largest point take, so that no budget decides what lies where."""
@@ -73,7 +76,7 @@ def main() -> int:
                      "rounds": args.rounds, "policy": PolicyName.HYBRIDGEN.value, "policy_tokens": args.selected,
                      "block_size": decode_gpu.BLOCK_SIZE, "near_tokens": args.near, "cxl_tier": tier,
                      "is_emulated": args.node is None, "decode": facts[KVMapping.DRAM]["decode"],
-                     "warmup": f"{decode_gpu.NUM_WARMUP_STEPS} steps of each point"},
+                     "warmup": f"{NUM_WARMUP_STEPS} steps of each point"},
         "are_tokens_equal": are_equal, "points": points,
     }  # fmt: skip
     print(append_record(options.output, record))
@@ -155,7 +158,7 @@ def measure(
     medians = []
     for point in options.points:
         requests, _ = decode_gpu.fill(engine, point, options)
-        for _ in range(decode_gpu.NUM_WARMUP_STEPS):
+        for _ in range(NUM_WARMUP_STEPS):
             decode_gpu.step(engine, point)
         took = []
         for _ in range(options.steps):

@@ -28,6 +28,7 @@ from torch import Tensor
 import decode_gpu
 from ambidex import EngineConfig, SamplingParams
 from ambidex.bench.memory_use import MemoryWatch
+from ambidex.bench.workload import MOST_WARMUP_STEPS, warm_up
 from ambidex.core.config import DeviceKind, DTypeChoice, LoadFormat
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import AmbidexError, InternalError
@@ -69,8 +70,6 @@ SLACK: Final = 0.004
 DRAM_SLACK_BYTES: Final = 64 * MIB
 CHUNK: Final = 2048
 """Tokens of a step of prompts."""
-NUM_WARMUP_STEPS: Final = 4
-"""The first compiles kernels and captures the graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +177,7 @@ def make_model(folder: Path, shape: str, layers: int) -> ModelSpec:
 def longest_context(configuration: Configuration, settings: Settings) -> int:
     """Tokens that a request has at most: some decode while the prompts of the others come in."""
     num_chunks = configuration.batch * -(-configuration.context // CHUNK)
-    return configuration.context + 2 * num_chunks + NUM_WARMUP_STEPS + settings.steps + 8
+    return configuration.context + 2 * num_chunks + MOST_WARMUP_STEPS + settings.steps + 8
 
 
 def plan(configuration: Configuration, spec: ModelSpec, settings: Settings) -> Planned:
@@ -282,8 +281,7 @@ def measure(configuration: Configuration, settings: Settings) -> dict[str, Any]:
     watch.engine_is_ready()
     build_s = time.perf_counter() - began
     requests = fill(engine, configuration, longest_context(configuration, settings))
-    for _ in range(NUM_WARMUP_STEPS):
-        step(engine, configuration)
+    warm_up(engine, lambda: step(engine, configuration))
     kv_before, replayed = dict(engine.stats.lane_bytes), engine.stats.num_replayed_steps
     lens = [request.num_tokens for request in requests]
     seconds = []

@@ -20,11 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from ambidex.bench.workload import WARMUP
 from ambidex.core.errors import AmbidexError
 from ambidex.core.units import GIB, MIB
 from ambidex.cost.workload import KVShares
 from harness import REPO, append_record, environment, significant
-from planned import NUM_WARMUP_STEPS, Configuration, make_settings, run
+from planned import Configuration, make_settings, run
 
 LIMIT_S: Final = 90.0
 """For one configuration."""
@@ -90,7 +91,7 @@ def main() -> int:
     record = {
         "bench": "predictions", **opening,
         "settings": {"device": settings.device.value, "dtype": settings.dtype.value, "steps": settings.steps,
-                     "warmup": f"{NUM_WARMUP_STEPS} steps of each configuration",
+                     "warmup": WARMUP,
                      "prompts": "not computed: random K and V, but for one chunk behind the timed steps",
                      "layers": "of the real shape, fewer than the model has: `layers` of each configuration",
                      "profile": {"source": settings.profile.source, "date": settings.profile.date}},

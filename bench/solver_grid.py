@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from ambidex.bench.workload import WARMUP
 from ambidex.core.errors import AmbidexError
 from ambidex.core.placement import LayerPlacement, Placement, WeightSplit
 from ambidex.core.units import GIB, MIB
@@ -28,7 +29,7 @@ from ambidex.cost.workload import KVShares
 from ambidex.solver.planning import PlanRequest
 from ambidex.solver.problem import MARGIN_BYTES, PlacementProblem
 from harness import REPO, append_record, environment, significant
-from planned import NUM_WARMUP_STEPS, Configuration, Settings, make_model, make_settings, plan, run
+from planned import Configuration, Settings, make_model, make_settings, plan, run
 
 LIMIT_S: Final = 90.0
 WEIGHT_SHARES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -69,7 +70,7 @@ def main() -> int:
     record = {
         "bench": "solver_grid", **opening,
         "settings": {**configuration.record(), "device": settings.device.value, "dtype": settings.dtype.value,
-                     "steps": settings.steps, "warmup": f"{NUM_WARMUP_STEPS} steps of each point",
+                     "steps": settings.steps, "warmup": WARMUP,
                      "whole_model": {"layers": WHOLE_LAYERS, "gpu_memory": args.gpu_memory},
                      "scaling": "the budget beside embedding, head, workspace and buffers shrinks like the layers",
                      "prompts": "not computed: random K and V, but for one chunk behind the timed steps",

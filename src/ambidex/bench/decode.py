@@ -10,14 +10,15 @@ import torch
 from ambidex.bench.figures import Quantiles, significant
 from ambidex.bench.floor import Rates, StepBytes, decode_floor, link_bytes, step_weights
 from ambidex.bench.workload import (
-    NUM_WARMUP_STEPS,
     Point,
     Prompts,
     check_point,
     decode_once,
     end,
     fill,
+    most_warmup_steps,
     num_answer_tokens,
+    warm_up,
 )
 from ambidex.core.config import EngineConfig
 from ambidex.core.ids import Lane, Tier
@@ -35,7 +36,8 @@ class DecodeFigures:
     """What was measured at one point.
 
     `step` are bytes of a step and `moved_bytes` those of blocks that went from tier to tier in it, both on average;
-    `kv_bytes` are held on each tier at the end. `rates` are what the floor is taken from.
+    `kv_bytes` are held on each tier at the end. `rates` are what the floor is taken from. `num_warmup` steps
+    before were not counted.
     """
 
     point: Point
@@ -47,6 +49,7 @@ class DecodeFigures:
     kv_bytes: Mapping[Tier, int]
     sections_s: Mapping[str, float]
     num_replayed_steps: int
+    num_warmup: int
 
     @property
     def lane_floor_s(self) -> dict[str, float]:
@@ -86,6 +89,7 @@ class DecodeFigures:
             "kv_bytes": dict(self.kv_bytes),
             "sections_s": {name: significant(seconds, 3) for name, seconds in self.sections_s.items()},
             "num_replayed_steps": self.num_replayed_steps,
+            "num_warmup": self.num_warmup,
         }
 
     def row(self) -> tuple[str, ...]:
@@ -111,7 +115,7 @@ def check_decode(
     """
     prompts.check(max(point.context for point in points))
     for point in points:
-        num_answer = num_answer_tokens(point, num_steps=steps, max_tokens_per_step=config.max_tokens_per_step)
+        num_answer = _num_answer(engine, config, point, steps)
         check_point(engine, config, point, num_answer=num_answer, flag="--contexts")
 
 
@@ -123,10 +127,9 @@ def measure_decode(
     Raises:
         RequestFailedError: a request failed or had to wait.
     """
-    num_answer = num_answer_tokens(point, num_steps=steps, max_tokens_per_step=config.max_tokens_per_step)
+    num_answer = _num_answer(engine, config, point, steps)
     requests, fill_s = fill(engine, prompts.make(point), num_answer=num_answer)
-    for _ in range(NUM_WARMUP_STEPS):
-        decode_once(engine, requests)
+    num_warmup = warm_up(engine, lambda: decode_once(engine, requests))
     stats = engine.stats
     lanes, sections = dict(stats.lane_bytes), dict(stats.seconds)
     num_moves, num_replayed = stats.num_moves, stats.num_replayed_steps
@@ -149,9 +152,16 @@ def measure_decode(
         kv_bytes=dict(stats.kv_bytes),
         sections_s={name: (total - sections.get(name, 0.0)) / steps for name, total in stats.seconds.items()},
         num_replayed_steps=stats.num_replayed_steps - num_replayed,
+        num_warmup=num_warmup,
     )
     end(engine, requests)
     return figures
+
+
+def _num_answer(engine: Engine, config: EngineConfig, point: Point, steps: int) -> int:
+    """Tokens of each answer, with the steps that are not counted."""
+    num_steps = most_warmup_steps(engine) + steps
+    return num_answer_tokens(point, num_steps=num_steps, max_tokens_per_step=config.max_tokens_per_step)
 
 
 def _step_bytes(engine: Engine, point: Point, lane_bytes: Mapping[Lane, int], moved: int) -> StepBytes:

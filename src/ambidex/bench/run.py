@@ -19,7 +19,7 @@ from ambidex.bench.memory_use import MemoryUse, MemoryWatch
 from ambidex.bench.others import watch_others
 from ambidex.bench.prefill import COLUMNS as PREFILL_COLUMNS
 from ambidex.bench.prefill import check_prefill, gemm_rate, measure_prefill
-from ambidex.bench.workload import NUM_WARMUP_STEPS, Point, Prompts
+from ambidex.bench.workload import WARMUP, Point, Prompts
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError, MachineError
 from ambidex.engine.compose import build_engine, choose_num_threads
@@ -87,7 +87,7 @@ def run_decode(
         )
     memory, after = run.close()
     figures = [replace(point, rates=run.rates_with(after)) for point in measured]
-    settings = {"steps": steps, "warmup": f"{NUM_WARMUP_STEPS} steps of each point"}
+    settings = {"steps": steps, "warmup": WARMUP}
     record: dict[str, Any] = {
         "bench": "decode", **run.opening, "settings": {**settings, **run.settings(text)},
         "rates": [links.record() for links in (run.before, after) if links is not None], "others": asdict(others),

@@ -3,17 +3,30 @@ filled to their context, stepped, ended."""
 
 import random
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError, RequestFailedError
+from ambidex.core.ids import Lane
 from ambidex.core.request import Request, SamplingParams
 from ambidex.engine.engine import Engine
 
 NUM_WARMUP_STEPS: Final = 5
-"""Decode steps of each point that are not counted: the first compiles kernels and captures graphs, caches fill."""
+"""Decode steps of each point that are not counted, at least: the first compiles kernels and captures graphs, caches
+fill."""
+WARMUP: Final = "each point, until its lanes have found their shares"
+"""What records say of `warm_up`."""
+MOST_WARMUP_STEPS: Final = 48
+"""How many at most, while lanes still look for their shares (`attention/lane_share.py`)."""
+_MOST_WARMUP_S: Final = 3.0
+"""Seconds after which no more steps are taken than must be; the first ones, with their captures, take a third of it."""
+_NUM_ALIKE: Final = 8
+"""Steps of about the same shares after which these have been found."""
+_ALIKE: Final = 0.04
+"""How far shares may lie apart in them: a share that has been found goes on moving by a percent or two of itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +68,19 @@ class Prompts:
         return [[rng.randrange(self._vocab_size) for _ in range(point.context)] for _ in range(point.batch)]
 
 
+def most_warmup_steps(engine: Engine) -> int:
+    """Steps that are not counted, at most: without a GPU there is no link and no share to be found."""
+    return MOST_WARMUP_STEPS if engine.figures.device.startswith("cuda") else NUM_WARMUP_STEPS
+
+
 def num_answer_tokens(point: Point, *, num_steps: int, max_tokens_per_step: int) -> int:
-    """Tokens that a request of the point may give: one in each step from its prompt's end to the last measured step.
+    """Tokens that a request of the point may give: one in each step from its prompt's end to the last of `num_steps`.
 
     The first of a batch goes on while the prompts of the others are computed, at worst in half-full steps.
     """
     free = max(1, max_tokens_per_step - point.batch)
     num_fill_steps = -(-(point.batch - 1) * point.context // free) + point.batch if point.batch > 1 else 1
-    return num_fill_steps + NUM_WARMUP_STEPS + num_steps + 1
+    return num_fill_steps + num_steps + 1
 
 
 def check_point(engine: Engine, config: EngineConfig, point: Point, *, num_answer: int, flag: str) -> None:
@@ -123,6 +141,33 @@ def decode_once(engine: Engine, requests: Sequence[Request]) -> None:
             f"a step gave {len(tokens)} tokens for {len(requests)} requests, some wait for KV blocks: raise "
             f"--dram-memory or --gpu-memory, or lower --batch"
         )
+
+
+def warm_up(engine: Engine, step: Callable[[], None]) -> int:
+    """Take steps that are not counted, until kernels, graphs and the lanes' shares are there; returns how many.
+
+    Shares are looked at: what the stream lane read of each step's keys beside the CPU lane. Where no key travels these
+    are `NUM_WARMUP_STEPS`; of steps that take long there are fewer than `MOST_WARMUP_STEPS`, since a share is nearly
+    right after its first timed step.
+
+    Args:
+        step: one decode step; is called `most_warmup_steps` times at most.
+    """
+    most = most_warmup_steps(engine)
+    began = time.perf_counter()
+    shares: deque[float] = deque(maxlen=_NUM_ALIKE)
+    before = dict(engine.stats.lane_bytes)
+    for num_steps in range(1, most + 1):
+        step()
+        read = {lane: size - before.get(lane, 0) for lane, size in engine.stats.lane_bytes.items()}
+        before = dict(engine.stats.lane_bytes)
+        streamed = read.get(Lane.STREAM, 0)
+        shares.append(streamed / max(1, streamed + read.get(Lane.CPU, 0)))
+        are_found = len(shares) == _NUM_ALIKE and max(shares) - min(shares) <= _ALIKE * max(shares)
+        is_long = time.perf_counter() - began > _MOST_WARMUP_S
+        if num_steps >= NUM_WARMUP_STEPS and (are_found or is_long or not any(shares)):
+            return num_steps
+    return most
 
 
 def end(engine: Engine, requests: Sequence[Request]) -> None:
