@@ -169,40 +169,47 @@ def parse_options() -> tuple[decode_gpu.Options, argparse.Namespace]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
     decode_gpu.add_model_options(parser, output="decode_hybrid.jsonl")
-    parser.add_argument("--points", default="1x2048,1x8192,1x16384,1x32768", help="BATCHxCONTEXT, in this order")
+    add_step_options(parser, points="1x2048,1x8192,1x16384,1x32768")
     parser.add_argument("--steps", type=int, default=30, help="measured steps of each point")
+    parser.add_argument("--policy", type=PolicyName, default=PolicyName.EXACT, help="which keys are attended",
+                        choices=[PolicyName.EXACT, PolicyName.BOUNDED, PolicyName.HYBRIDGEN])  # fmt: skip
+    parser.add_argument("--profile", action="store_true", help="list the kernels that take the most time")
+    args = parser.parse_args()
+    return read_step_options(parser, args, steps=args.steps, profile=args.profile), args
+
+
+def add_step_options(parser: argparse.ArgumentParser, *, points: str) -> None:
+    """What `make_config` looks at beside the model; points: what is measured if nothing is asked for."""
+    parser.add_argument("--points", default=points, help="BATCHxCONTEXT, in this order")
     parser.add_argument("--sink", type=int, default=64, help="first tokens on the GPU")
     parser.add_argument("--recent", type=int, default=1024, help="last tokens on the GPU")
     parser.add_argument("--kv-dtype", type=KVDTypeChoice, choices=list(KVDTypeChoice), default=KVDTypeChoice.AUTO,
                         help="number format of K and V in DRAM")  # fmt: skip
     parser.add_argument("--stream-percent", type=int, help="of keys in DRAM, for the stream lane; default: measured")
-    parser.add_argument("--policy", type=PolicyName, default=PolicyName.EXACT, help="which keys are attended",
-                        choices=[PolicyName.EXACT, PolicyName.BOUNDED, PolicyName.HYBRIDGEN])  # fmt: skip
     parser.add_argument("--max-dropped-mass", type=float, default=0.01, help="of each softmax, with bounded")
-    parser.add_argument(
-        "--hot",
-        type=int,
-        default=0,
-        help="tokens of each request on the GPU for copies of hot blocks, "
-        "with bounded; they come a few blocks a step, so ask for some hundred steps",
-    )
+    parser.add_argument("--hot", type=int, default=0, help="tokens of each request on the GPU for copies of hot "
+                        "blocks, with bounded; they come a few blocks a step, so ask for some hundred "
+                        "steps")  # fmt: skip
     parser.add_argument("--score-spread", type=float, help="standard deviation of scores in nats, of a normal "
                         "distribution; default: that of dummy weights, 1.6 with llama-3.1-8b")  # fmt: skip
-    parser.add_argument("--profile", action="store_true", help="list the kernels that take the most time")
-    args = parser.parse_args()
+
+
+def read_step_options(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, *, steps: int, profile: bool = False
+) -> decode_gpu.Options:
+    """Options of a run of so many counted steps; ends the program with code 2 if some are wrong."""
     try:
         points = tuple(decode_gpu.Point.parse(word) for word in args.points.split(","))
     except ValueError as error:
         parser.error(f"--points: {error}, as in 1x2048,16x8192")
     if args.score_spread is not None and not args.score_spread > 0:
         parser.error(f"--score-spread: expected more than 0, got {args.score_spread}")
-    if min(args.steps, args.recent) < 1 or args.sink < 0:
+    if min(steps, args.recent) < 1 or args.sink < 0:
         parser.error("--steps and --recent must be at least 1, --sink at least 0")
-    options = decode_gpu.Options(
-        shape=args.shape, points=points, steps=args.steps, chunk=8192, device=args.device, dtype=args.dtype,
-        graphs=Graphs.AUTO, profile=args.profile, output=args.output,
+    return decode_gpu.Options(
+        shape=args.shape, points=points, steps=steps, chunk=8192, device=args.device, dtype=args.dtype,
+        graphs=Graphs.AUTO, profile=profile, output=args.output,
     )  # fmt: skip
-    return options, args
 
 
 def make_config(folder: str, options: decode_gpu.Options, args: argparse.Namespace) -> EngineConfig:
