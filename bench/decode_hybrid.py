@@ -146,7 +146,7 @@ def main() -> int:
         "bench": "decode_hybrid", **opening,
         "settings": {"shape": options.shape, "dtype": options.dtype.value, "kv_dtype": args.kv_dtype.value,
                      "policy": args.policy.value, "max_dropped_mass": args.max_dropped_mass,
-                     "score_spread": args.score_spread, "hot": args.hot,
+                     "score_spread": args.score_spread, "hot": args.hot, "exact_layers": args.exact_layers,
                      "steps": options.steps, "block_size": decode_gpu.BLOCK_SIZE, "sink": args.sink,
                      "recent": args.recent, "stream_share": engine.report.value("compute", "stream_share"),
                      "stream_why": engine.report.why("compute", "stream_share"), "threads": lane.num_threads,
@@ -190,6 +190,8 @@ def add_step_options(parser: argparse.ArgumentParser, *, points: str) -> None:
     parser.add_argument("--hot", type=int, default=0, help="tokens of each request on the GPU for copies of hot "
                         "blocks, with bounded; they come a few blocks a step, so ask for some hundred "
                         "steps")  # fmt: skip
+    parser.add_argument("--exact-layers", type=int, help="first layers that attend all keys, with hybridgen; "
+                        "default: 2")  # fmt: skip
     parser.add_argument("--score-spread", type=float, help="standard deviation of scores in nats, of a normal "
                         "distribution; default: that of dummy weights, 1.6 with llama-3.1-8b")  # fmt: skip
 
@@ -237,6 +239,7 @@ def make_config(folder: str, options: decode_gpu.Options, args: argparse.Namespa
             if args.policy is PolicyName.BOUNDED
             else {}
         ),
+        exact_layers=args.exact_layers if args.policy is PolicyName.HYBRIDGEN else None,
     )
     num_tokens = max(point.batch * (point.context + more + decode_gpu.BLOCK_SIZE) for point in options.points)
     kv = kv_in_dram(options, args)
