@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, models
 
 from ambidex import EngineConfig, SamplingParams
 from ambidex.bench.memory_use import MemoryWatch
-from ambidex.bench.workload import MOST_WARMUP_STEPS, WARMUP, warm_up
+from ambidex.bench.workload import MOST_WARMUP_STEPS, WARMUP, end, warm_up
 from ambidex.core.config import DeviceKind, DTypeChoice, Graphs, LoadFormat
 from ambidex.core.errors import AmbidexError
 from ambidex.core.ids import Lane
@@ -335,10 +335,7 @@ def measure(engine: Engine, point: Point, options: Options, *, weight_bytes: int
                        for name, total in engine.stats.seconds.items()},
         "kernels": profile(engine, point) if options.profile else None,
     }  # fmt: skip
-    for request in requests:
-        engine.core.scheduler.abort(request.request_id)
-    while engine.has_work:  # the executor hears of it
-        engine.core.step()
+    end(engine, requests)
     return figures
 
 

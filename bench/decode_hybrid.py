@@ -31,7 +31,7 @@ import decode_gpu
 from ambidex import EngineConfig
 from ambidex.attention.selective import SelectiveAttention
 from ambidex.attention.tiered import TieredAttention
-from ambidex.bench.workload import WARMUP, warm_up
+from ambidex.bench.workload import WARMUP, end, warm_up
 from ambidex.core.config import DeviceKind, DTypeChoice, Graphs, KVDTypeChoice, LoadFormat
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import AmbidexError
@@ -379,10 +379,7 @@ def measure(
                        for name, total in engine.stats.seconds.items()},
         "kernels": decode_gpu.profile(engine, point) if options.profile else None,
     }  # fmt: skip
-    for request in requests:
-        engine.core.scheduler.abort(request.request_id)
-    while engine.has_work:
-        engine.core.step()
+    end(engine, requests)
     return figures
 
 

@@ -25,7 +25,7 @@ import torch
 
 import decode_gpu
 import decode_hybrid
-from ambidex.bench.workload import WARMUP, warm_up
+from ambidex.bench.workload import WARMUP, end, warm_up
 from ambidex.core.config import DeviceKind
 from ambidex.core.errors import AmbidexError
 from ambidex.core.ids import Lane
@@ -164,14 +164,6 @@ def take_turn(engine: Engine, point: decode_gpu.Point, args: argparse.Namespace)
 def ratios(turns: Sequence[Sequence[float]], first: Sequence[Sequence[float]]) -> list[float]:
     """Of each round, the median step over that of the first method."""
     return [statistics.median(ours) / statistics.median(theirs) for ours, theirs in zip(turns, first, strict=True)]
-
-
-def end(engine: Engine, requests: Sequence[Request]) -> None:
-    """End requests, and step until the executor has heard of it."""
-    for request in requests:
-        engine.core.scheduler.abort(request.request_id)
-    while engine.has_work:
-        engine.core.step()
 
 
 def print_point(figures: dict[str, Any]) -> None:

@@ -64,6 +64,7 @@ from activation_pattern import PATTERN_CONFIG, Pattern
 from ambidex import EngineConfig, SamplingParams
 from ambidex.bench.floor import Rates
 from ambidex.bench.links import measure_rates
+from ambidex.bench.workload import end
 from ambidex.calibrate.cpu import make_buffer
 from ambidex.calibrate.gpu import measure_beside
 from ambidex.core.config import DeviceKind, DTypeChoice, LoadFormat
@@ -436,10 +437,7 @@ def measure_batch(
     }
     floor_s, took = max(lane_s.values()), Quantiles.of(seconds)
     compared = engine.compare_decode()
-    for request in requests:
-        engine.core.scheduler.abort(request.request_id)
-    while engine.has_work:  # the executor hears of it
-        engine.core.step()
+    end(engine, requests)
     facts = {  # without the folder of the placement file, which is this machine's
         row.name: f"{row.value} ({row.why.replace(str(Path(tempfile.gettempdir())), '')})"
         for row in engine.report.facts

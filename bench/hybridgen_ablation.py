@@ -33,7 +33,7 @@ import decode_gpu
 import decode_hybrid
 from ambidex import EngineConfig
 from ambidex.bench.record import check_output
-from ambidex.bench.workload import warm_up
+from ambidex.bench.workload import end, warm_up
 from ambidex.core.config import DeviceKind, Graphs
 from ambidex.core.errors import AmbidexError
 from ambidex.core.ids import Lane
@@ -283,10 +283,7 @@ def measure(engine: Engine, plan: Plan, options: decode_gpu.Options, point: deco
                        for lane in Lane},
         "num_replayed_steps": engine.stats.num_replayed_steps - replayed_before,
     }  # fmt: skip
-    for request in requests:
-        engine.core.scheduler.abort(request.request_id)
-    while engine.has_work:
-        engine.core.step()
+    end(engine, requests)
     return figures
 
 

@@ -29,6 +29,7 @@ import decode_gpu
 import decode_hybrid
 from ambidex import EngineConfig
 from ambidex.attention.selective import SelectiveAttention
+from ambidex.bench.workload import end
 from ambidex.core.config import DeviceKind, Graphs, LoadFormat
 from ambidex.core.errors import AmbidexError
 from ambidex.core.policy import HybridGenMode
@@ -92,10 +93,7 @@ class Bench:
             found.append(self._search_and_follow(point, threads))
         self._early.set_num_threads(args.threads[0])
         loss = self._lose_half(point, found) if len(args.threads) > 1 else None
-        for request in requests:
-            self.engine.core.scheduler.abort(request.request_id)
-        while self.engine.has_work:
-            self.engine.core.step()
+        end(self.engine, requests)
         return {
             "batch": point.batch, "context": point.context, "fill_s": significant(fill_s, 3), "threads": found,
             "loss": loss,

@@ -25,6 +25,7 @@ import torch
 import decode_gpu
 import decode_hybrid
 from ambidex import EngineConfig
+from ambidex.bench.workload import end
 from ambidex.core.config import DTypeChoice, Graphs, LoadFormat
 from ambidex.core.errors import AmbidexError
 from ambidex.core.kv_mapping import KVMapping
@@ -168,10 +169,7 @@ def measure(
         seconds.setdefault((mapping, point), []).extend(took)
         medians.append(Quantiles.of(took).median)
         tokens[point] = [tuple(request.output_token_ids) for request in requests]
-        for request in requests:
-            engine.core.scheduler.abort(request.request_id)
-        while engine.has_work:
-            engine.core.step()
+        end(engine, requests)
     del engine
     gc.collect()
     if torch.cuda.is_available():

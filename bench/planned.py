@@ -28,7 +28,7 @@ from torch import Tensor
 import decode_gpu
 from ambidex import EngineConfig, SamplingParams
 from ambidex.bench.memory_use import MemoryWatch
-from ambidex.bench.workload import MOST_WARMUP_STEPS, warm_up
+from ambidex.bench.workload import MOST_WARMUP_STEPS, end, warm_up
 from ambidex.core.config import DeviceKind, DTypeChoice, LoadFormat
 from ambidex.core.dtypes import DType
 from ambidex.core.errors import AmbidexError, InternalError
@@ -370,10 +370,7 @@ def compute_a_chunk(
     engine: Engine, requests: list[Request], configuration: Configuration, prompts: PromptsOnDemand
 ) -> None:
     """End the requests, then compute a step as large as they may be, with random choices for all rows."""
-    for request in requests:
-        engine.core.scheduler.abort(request.request_id)
-    while engine.has_work:
-        engine.core.step()
+    end(engine, requests)
     prompts.computes = True
     num_tokens = min(configuration.context, max(1, CHUNK // configuration.batch))
     params = SamplingParams(max_output_tokens=2, temperature=1.0, top_p=0.9, ignore_eos=True)

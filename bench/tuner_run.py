@@ -23,6 +23,7 @@ from typing import Any, Final
 import torch
 
 from ambidex import EngineConfig
+from ambidex.bench.workload import end
 from ambidex.core.config import DTypeChoice, LoadFormat
 from ambidex.core.errors import AmbidexError
 from ambidex.core.model_spec import ModelSpec
@@ -178,10 +179,7 @@ def run_phase(engine: Engine, batch: int, args: argparse.Namespace) -> list[floa
         start = time.perf_counter()
         step(engine, configuration)
         seconds.append(time.perf_counter() - start)
-    for request in requests:
-        engine.core.scheduler.abort(request.request_id)
-    while engine.has_work:
-        engine.core.step()
+    end(engine, requests)
     return seconds
 
 
