@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from tiny_models import VOCAB_SIZE, save_tiny_model
+from tiny_models import NUM_LAYERS, VOCAB_SIZE, save_tiny_model
 
 FIRST_CHAR_ID = 3
 CHAT_TEMPLATE = (
@@ -14,9 +14,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_engine_folder(folder: Path, variant: str = "llama", *, seed: int = 0) -> Path:
+def make_engine_folder(folder: Path, variant: str = "llama", *, seed: int = 0, num_layers: int = NUM_LAYERS) -> Path:
     """Save a tiny model with its tokenizer; returns the folder to name as `model`."""
-    path, _ = save_tiny_model(variant, folder, seed=seed)
+    path, _ = save_tiny_model(variant, folder, seed=seed, num_layers=num_layers)
     add_tokenizer(path)
     return path
 

@@ -103,7 +103,7 @@ ALIBI_VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def save_tiny_model(
-    variant: str, folder: Path, *, seed: int = 0, max_shard_size: str = "1GB"
+    variant: str, folder: Path, *, seed: int = 0, max_shard_size: str = "1GB", num_layers: int = NUM_LAYERS
 ) -> tuple[Path, "PreTrainedModel"]:
     """Build a variant with random fp32 weights and save it as a safetensors folder.
 
@@ -112,12 +112,13 @@ def save_tiny_model(
         folder: where to make the model's own folder.
         seed: of the weights.
         max_shard_size: smaller ones cut the checkpoint into several files with an index.
+        num_layers: more than `STEP_BUFFERS` where blocks of the stream lane are to wait for each other.
     Returns:
         The folder with `config.json`, and the model in evaluation mode.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = dict({**VARIANTS, **ALIBI_VARIANTS}[variant])
+    fields = dict({**VARIANTS, **ALIBI_VARIANTS}[variant]) | {"num_hidden_layers": num_layers}
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     # NOTE: in transformers 5.17 the eager form of Falcon adds slopes twice, once in the mask; its fused form does not.
     form = "sdpa" if variant in ALIBI_VARIANTS else "eager"

@@ -2,12 +2,14 @@
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from ambidex import EngineConfig, SamplingParams
 from ambidex.attention.lane_share import LaneBalance
@@ -22,19 +24,29 @@ from ambidex.engine.compose.lanes import StreamChoice
 from ambidex.engine.engine import Engine
 from ambidex.engine.outputs import RequestOutput
 from ambidex.kernels.cpu.native import AttentionScript, KeyBatch
+from ambidex.runner import graphs
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.graphs import DecodeSteps
 from ambidex.runner.runner import LaunchedPlan, ModelRunner
 from ambidex.runner.step_under_way import StepUnderWay
 from ambidex.sched.scheduler import Scheduler
 from ambidex.storage.lane_thread import WorkBeside
-from ambidex.storage.step_stream import BlockRun, StepStream
-from late_accelerator import LateAccelerator, late_accelerator
+from ambidex.storage.step_stream import StepStream
+from ambidex.storage.step_watch import StepWatch
+from late_accelerator import LateAccelerator, LinkWords, late_accelerator
+from tiny_engine import make_engine_folder
 from tiny_models import VOCAB_SIZE
 
+NUM_LAYERS = 5
+"""More than the stream lane's buffers, so that its blocks wait for each other."""
 NUM_OUTPUTS = (40, 28, 34)
 _rng = random.Random(3)
 PROMPTS = [[_rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (50, 70, 60)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_engine_folder(tmp_path_factory.mktemp("ahead"), num_layers=NUM_LAYERS)
 
 
 def make_engine(folder: Path, accelerator: LateAccelerator | None = None, **settings: Any) -> Engine:
@@ -88,18 +100,22 @@ def answers(engine: Engine) -> list[tuple[int, ...]]:
 @pytest.fixture
 def late_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU lane and the copies come late, too."""
-    rng, run_script, copy = random.Random(5), AttentionScript.run, StepStream._copy
+    rng, run_script = random.Random(5), AttentionScript.run
 
     def late_run(script: AttentionScript, *args: Any, **settings: Any) -> tuple[int, int]:
         time.sleep(rng.choice([0.0, 0.0, 0.003]))
         return run_script(script, *args, **settings)
 
-    def late_copy(stream: StepStream, runs: Sequence[BlockRun], layer_idx: int) -> None:
-        time.sleep(rng.choice([0.0, 0.0005]))
-        copy(stream, runs, layer_idx)
+    def late(bring: Callable[..., None]) -> Callable[..., None]:
+        def bring_late(*args: Any) -> None:
+            time.sleep(rng.choice([0.0, 0.0005]))
+            bring(*args)
+
+        return bring_late
 
     monkeypatch.setattr(AttentionScript, "run", late_run)
-    monkeypatch.setattr(StepStream, "_copy", late_copy)
+    for name in ("_copy", "_fetch"):
+        monkeypatch.setattr(StepStream, name, late(getattr(StepStream, name)))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -290,6 +306,69 @@ def test_the_lane_of_a_step_that_was_interrupted_has_ended_before_the_next_begin
         run_to_end(engine)
         assert answers(engine) == wanted
     assert most == 1
+
+
+@pytest.mark.usefixtures("with_stream_lane")
+def test_blocks_that_never_arrive_fail_their_step_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last layer's: the CPU lane has answered by then.
+
+    Bug: nobody watched the step any more, and the engine waited for its tokens without an end.
+    """
+    monkeypatch.setattr(graphs, "StepWatch", partial(StepWatch, limit_s=0.5, look_s=0.05))
+    write, lost = LinkWords.write, 0
+
+    def losing_write(words: LinkWords, word: Tensor) -> None:
+        nonlocal lost
+        if word.data_ptr() == lost:
+            lost = 0
+        else:
+            write(words, word)
+
+    monkeypatch.setattr(LinkWords, "write", losing_write)
+    with late_accelerator(3) as accelerator:
+        engine = make_engine(folder, accelerator, stream_percent=50)
+        wanted = answers(engine)
+        ids = add_all(engine)
+        for _ in range(10):
+            engine.step()
+        runner = engine.core.executor
+        assert isinstance(runner, ModelRunner)
+        lost = runner.decode_steps._lanes._stream._arrived[-1].data_ptr()
+        outputs = run_to_end(engine)
+        assert not lost
+        for request_id, whole in zip(ids, wanted, strict=True):
+            assert "no lane went on" in (outputs[request_id].error or "")
+            assert outputs[request_id].token_ids == whole[: len(outputs[request_id].token_ids)]
+        assert answers(engine) == wanted
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+@pytest.mark.usefixtures("late_lanes")
+def test_an_engine_that_is_closed_waits_for_the_step_under_way(
+    folder: Path, is_interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: its words and answers could be somebody else's memory while the accelerator still wrote them."""
+    with late_accelerator(6) as accelerator:
+        engine = make_engine(folder, accelerator)
+        answers(engine)
+        add_all(engine)
+        for _ in range(10):
+            engine.step()
+        accelerator.delays_s = (0.1,)
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            if is_interrupted:
+                patch.setattr(StepUnderWay, "bring", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    engine.step()
+            else:
+                engine.step()
+        assert accelerator.num_done < accelerator.num_replays
+        engine.close()
+        assert accelerator.num_done == accelerator.num_replays
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -59,6 +59,10 @@ class FixedSteps(Protocol):
     num_failures: int
     """Times that a step could not be captured."""
 
+    def close(self) -> None:
+        """Wait for the end of what was sent to the accelerator: its memory may go then. No step may follow."""
+        ...
+
     def forget(self) -> None:
         """Weights were bound anew: what was captured or recorded is made again at its next step.
 

@@ -125,6 +125,9 @@ class EarlySteps:
         """Who attends over keys in DRAM; None if no step has any."""
         return self._dram.native.threads if self._dram is not None else None
 
+    def close(self) -> None:
+        """See `FixedSteps`: none is sent ahead, and whoever ran one has waited for its tokens."""
+
     def forget(self) -> None:
         """Weights were bound anew: what was captured is captured again at its next step. No step is under way."""
         self._replays.clear()

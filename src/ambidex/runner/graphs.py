@@ -39,6 +39,7 @@ from ambidex.storage.lane_thread import WorkBeside
 from ambidex.storage.pinned import is_out_of_memory
 from ambidex.storage.step_stream import StepStream
 from ambidex.storage.step_watch import StepWatch
+from ambidex.storage.words import WAIT_LIMIT_S, StepFence
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,8 @@ class DecodeSteps:
         self._buckets = tuple(buckets)
         self._capture = capture
         self._watch = StepWatch()
+        self._fence = StepFence(is_cuda=pool.device.type == "cuda")
+        """Of the last one in which other lanes have a part, also if it broke off."""
         self._is_given_up = False
         self.num_failures = 0
         """Captures that failed: 0 or 1."""
@@ -126,6 +129,15 @@ class DecodeSteps:
             selection=(lambda: self._lanes.selection(requests, num_rows)) if self._lanes.is_bounded else None,
             lane_seconds=None if self._times is None else self._times.read,
         )
+
+    def close(self) -> None:
+        """Wait for the end of what was launched: it reads and writes memory that is to go. No step may follow."""
+        if not self._end_last():
+            logger.warning("the engine is closed behind a step that failed")
+        try:
+            self._fence.wait(WAIT_LIMIT_S, lambda: "its waits were ended")
+        except LaneError as error:
+            logger.warning("the engine is closed, and its memory may still be written: %s", error)
 
     def forget(self) -> None:
         """Weights were bound anew: what was captured is captured again at its next step. No step is under way."""
@@ -278,16 +290,19 @@ class DecodeSteps:
                 work.start()
             with self._lanes.timer.timing():
                 replay()
+            self._fence.mark()
             for side in sides:
                 side.mark_launched()
             launched.set()
             step.mark_launched()
             if stream is not None:
                 stream.finish()
-            self._last = StepUnderWay(work, watching, follow, release)
+            step.mark_alone()
+            self._last = StepUnderWay(work, step, watching, follow, release)
             return self._last
         except BaseException:  # the other sides wait for what is not launched or not answered any more
             release()
+            self._fence.mark()
             for side in sides:
                 side.mark_launched()
             if work is not None:

@@ -83,6 +83,9 @@ class ProgramSteps:
         self.num_failures = 0
         """Steps that could not be recorded: 0 or 1."""
 
+    def close(self) -> None:
+        """See `FixedSteps`: each step has ended when it returns."""
+
     def forget(self) -> None:
         """Weights were bound anew: steps are recorded again."""
         self._recorded.clear()

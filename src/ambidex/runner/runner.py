@@ -130,7 +130,10 @@ class ModelRunner:
         return self._selective
 
     def close(self) -> None:
-        """End the threads of a policy; no step may follow. Closing again does nothing."""
+        """Wait for a step under way, and end the threads of a policy; no step may follow. Closing again does
+        nothing."""
+        if self.decode_steps is not None:
+            self.decode_steps.close()
         if self._selective is not None:
             self._selective.close()
 

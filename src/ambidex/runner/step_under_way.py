@@ -11,10 +11,12 @@ by then all is ready, and what the predecessor gave is taken in while the next o
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
+from ambidex.core.errors import LaneError
 from ambidex.core.ids import Lane
 from ambidex.core.step import SelectionFigures
 from ambidex.runner.chosen_copy import ChosenCopy
 from ambidex.storage.lane_thread import WorkBeside
+from ambidex.storage.step_watch import WatchedStep
 
 
 class StepUnderWay:
@@ -22,15 +24,22 @@ class StepUnderWay:
 
     Args:
         work: the CPU's part; None: it has none.
+        watched: says when the accelerator does not come to its end.
         watching: is closed when the step has ended.
         follow: called once it was answered.
         release: ends all waits of the step, if the CPU's part breaks off.
     """
 
     def __init__(
-        self, work: WorkBeside | None, watching: ExitStack, follow: Callable[[], None], release: Callable[[], None]
+        self,
+        work: WorkBeside | None,
+        watched: WatchedStep,
+        watching: ExitStack,
+        follow: Callable[[], None],
+        release: Callable[[], None],
     ) -> None:
         self._work = work
+        self._watched = watched
         self._watching = watching
         self._follow = follow
         self._release = release
@@ -45,24 +54,45 @@ class StepUnderWay:
         """Return when the lanes beside the accelerator have ended, and with tokens under way the step itself.
 
         Raises:
-            LaneError: the lanes lost each other; again at each call, as is whatever else the CPU's part raised.
+            LaneError: the lanes lost each other; again at each call, as is whatever else went wrong.
         """
         if not self.has_ended:
             try:
-                if self._work is not None:
-                    self._work.wait()
-            except Exception as error:
-                self._error = error
-                self._release()  # the accelerator may wait for the stream lane, which waits for it
-            finally:
-                self._watching.close()
-            if self._copy is not None:
-                self._copy.wait_here()
+                self._await_lane()
+                self._await_accelerator()
+            except BaseException:  # Ctrl-C: who needs its end next waits again
+                self._watched.mark_alone()
+                raise
             self.has_ended = True
+            self._watching.close()
             if self._error is None:
-                self._follow()
+                self._take_in()
         if self._error is not None:
             raise self._error
+
+    def _await_lane(self) -> None:
+        self._watched.mark_awaited()
+        try:
+            if self._work is not None:
+                self._work.wait()
+        except Exception as error:
+            self._error = error
+            self._release()  # the accelerator may wait for the stream lane, which waits for it
+
+    def _await_accelerator(self) -> None:
+        """With tokens under way: its own part is all that is left, or a lane that has no limit of its own."""
+        if self._copy is None:
+            return
+        try:
+            self._watched.wait_end(self._copy.wait_here)
+        except LaneError as error:
+            self._error = self._error or error
+
+    def _take_in(self) -> None:
+        try:
+            self._follow()
+        except Exception as error:  # a fault of ours, which whoever launches the next step must not keep for himself
+            self._error = error
 
     def bring(self, copy: ChosenCopy) -> None:
         """Name where the tokens come, which were launched behind the step."""

@@ -19,6 +19,10 @@ class WatchedSteps:
         self.num_failures = steps.num_failures
         """Times that a step could not be captured."""
 
+    def close(self) -> None:
+        """Wait for the end of what was sent."""
+        self._steps.close()
+
     def forget(self) -> None:
         """Weights were bound anew."""
         self._steps.forget()

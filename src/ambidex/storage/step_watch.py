@@ -27,16 +27,19 @@ class WatchedStep:
 
     Args:
         what: the step, for people.
-        describe: says which lanes have done which part of it.
+        describe: says which lanes have done which part of it; as long as that changes, nothing is stuck.
         release: ends all its waits.
     """
 
     def __init__(self, what: str, *, describe: Callable[[], str], release: Callable[[], None], limit_s: float) -> None:
         self._what, self._describe, self._release = what, describe, release
         self._limit_s = limit_s
+        self._lock = threading.Lock()  # waits are ended while somebody is held up by them, or not at all
         self._end = time.monotonic() + limit_s
-        self._is_launched = False
-        self._lost = ""
+        self._state = ""
+        self._is_alone = False
+        self._holds_up = True
+        self._lost: str | None = None
 
     def mark_launched(self) -> None:
         """The driver has taken it all; from now on only words are said about it, its lanes have limits of their own.
@@ -44,29 +47,69 @@ class WatchedStep:
         Raises:
             LaneError: not in time; its waits were ended, so that the launch came back. What it gives is worthless.
         """
-        self._is_launched = True
-        if self._lost:
+        with self._lock:
+            self._holds_up = False
+        if self._lost is not None:
             raise LaneError(
                 f"the driver did not take {self._what} within {self._limit_s:.0f} s; its waits were ended. {self._lost}"
             )
 
+    def mark_alone(self) -> None:
+        """Its thread does other things: it may have ended long ago, and nothing is said until somebody waits for it."""
+        with self._lock:
+            self._is_alone = True
+
+    def mark_awaited(self) -> None:
+        """Somebody waits for its lanes."""
+        with self._lock:
+            self._is_alone, self._end = False, time.monotonic() + self._limit_s
+
+    def wait_end(self, wait: Callable[[], None]) -> None:
+        """Wait for the accelerator, where all other lanes have ended or have no limit of their own.
+
+        Args:
+            wait: comes back when the accelerator has come to the end of the step.
+        Raises:
+            LaneError: no lane went on for the limit; its waits were ended, so that it came back. What it gives is
+                worthless.
+        """
+        with self._lock:
+            self._is_alone, self._end = False, time.monotonic() + self._limit_s
+            self._holds_up = True
+        try:
+            wait()
+        finally:
+            with self._lock:
+                self._holds_up = False
+        if self._lost is not None:
+            raise LaneError(
+                f"the accelerator did not end {self._what}: no lane went on for {self._limit_s:.0f} s; its waits were "
+                f"ended. {self._lost}"
+            )
+
     def look(self) -> None:
-        """End the waits of a step whose launch takes too long; say it of one that takes long otherwise."""
-        if time.monotonic() < self._end:
-            return
-        self._end = float("inf")
-        if self._is_launched:
-            logger.warning("%s takes longer than %.0f s. %s", self._what, self._limit_s, self._describe())
-            return
-        self._lost = self._describe()
-        self._release()
+        """End the waits of a step that holds up its thread and stands still; of another one that does, only say it."""
+        with self._lock:
+            if self._is_alone or self._end == float("inf"):
+                return
+            state, now = self._describe(), time.monotonic()
+            if state != self._state:
+                self._state, self._end = state, now + self._limit_s
+            if now < self._end:
+                return
+            self._end = float("inf")
+            if self._holds_up:
+                self._lost = state
+                self._release()
+            else:
+                logger.warning("%s takes longer than %.0f s. %s", self._what, self._limit_s, state)
 
 
 class StepWatch:
     """Watches the steps of one engine, one at a time.
 
     Args:
-        limit_s: of a launch; also when the log says that a step takes long.
+        limit_s: for which a step that holds up its thread may stand still; also when the log says it of others.
     """
 
     def __init__(self, *, limit_s: float = WAIT_LIMIT_S, look_s: float = _LOOK_S) -> None:
@@ -82,11 +125,13 @@ class StepWatch:
             threading.Thread(
                 target=_keep_looking, args=(weakref.ref(self), self._look_s), name="ambidex-step-watch", daemon=True
             ).start()
-        self._step = WatchedStep(what, describe=describe, release=release, limit_s=self._limit_s)
+        step = WatchedStep(what, describe=describe, release=release, limit_s=self._limit_s)
+        self._step = step
         try:
-            yield self._step
+            yield step
         finally:
-            self._step = None
+            if self._step is step:
+                self._step = None
 
     def look(self) -> None:
         """Look at the step under way, if there is one."""
