@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from ahead_runs import BROKEN_OUTPUTS, NUM_LAYERS, PLACES, add_all, answers, break_off, make_engine, run_to_end
 from ambidex import EngineConfig, SamplingParams
 from ambidex.attention.lane_share import LaneBalance
 from ambidex.attention.streamed import LaneRates
-from ambidex.core.config import DeviceKind, DTypeChoice, KVDTypeChoice
+from ambidex.core.config import KVDTypeChoice
+from ambidex.core.errors import LaneError
 from ambidex.core.ids import Lane, RequestId
 from ambidex.core.selection import ShareSeen
 from ambidex.core.step import StepPlan, StepResult
-from ambidex.engine.compose import build_engine, root
+from ambidex.engine.compose import root
 from ambidex.engine.compose.choices import Choices
 from ambidex.engine.compose.lanes import StreamChoice
-from ambidex.engine.engine import Engine
 from ambidex.engine.outputs import RequestOutput
 from ambidex.kernels.cpu.native import AttentionScript, KeyBatch
 from ambidex.runner import graphs
-from ambidex.runner.decode import DecodeForm
 from ambidex.runner.graphs import DecodeSteps
 from ambidex.runner.runner import LaunchedPlan, ModelRunner
 from ambidex.runner.step_under_way import StepUnderWay
@@ -33,32 +33,14 @@ from ambidex.sched.scheduler import Scheduler
 from ambidex.storage.lane_thread import WorkBeside
 from ambidex.storage.step_stream import StepStream
 from ambidex.storage.step_watch import StepWatch
-from late_accelerator import LateAccelerator, LinkWords, late_accelerator
+from late_accelerator import LinkWords, late_accelerator
 from tiny_engine import make_engine_folder
 from tiny_models import VOCAB_SIZE
-
-NUM_LAYERS = 5
-"""More than the stream lane's buffers, so that its blocks wait for each other."""
-NUM_OUTPUTS = (40, 28, 34)
-_rng = random.Random(3)
-PROMPTS = [[_rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (50, 70, 60)]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_engine_folder(tmp_path_factory.mktemp("ahead"), num_layers=NUM_LAYERS)
-
-
-def make_engine(folder: Path, accelerator: LateAccelerator | None = None, **settings: Any) -> Engine:
-    """An engine whose decode steps are captured by an accelerator; without one each is launched anew."""
-    chosen = {"kv_dtype": KVDTypeChoice.INT8, "kv_gpu_tokens": 400, **settings}
-    config = EngineConfig(
-        model=str(folder), device=DeviceKind.CPU, dtype=DTypeChoice.FP32, num_threads=1, block_size=16,
-        num_sink_tokens=4, recent_window=8, **chosen,
-    )  # fmt: skip
-    if accelerator is None:
-        return build_engine(config, decode_form=DecodeForm.FIXED, min_streamed=2)
-    return build_engine(config, decode_form=DecodeForm.CAPTURED, capture=lambda: accelerator.capture, min_streamed=2)
 
 
 @pytest.fixture
@@ -72,29 +54,6 @@ def with_stream_lane(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(root, "make_decode_steps", make)
     monkeypatch.setattr(root, "choose_stream", lambda *_: StreamChoice(0.5, "the test says so", LaneRates(1e6, 1e9)))
-
-
-def add_all(engine: Engine) -> list[RequestId]:
-    return [
-        engine.add(prompt, SamplingParams(max_output_tokens=num, temperature=0.0, ignore_eos=True))
-        for prompt, num in zip(PROMPTS, NUM_OUTPUTS, strict=True)
-    ]
-
-
-def run_to_end(engine: Engine) -> dict[RequestId, RequestOutput]:
-    outputs: dict[RequestId, RequestOutput] = {}
-    while engine.has_work:
-        outputs |= {output.request_id: output for output in engine.step()}
-    engine.core.scheduler.check()
-    assert sum(engine.stats.kv_bytes.values()) == 0
-    return outputs
-
-
-def answers(engine: Engine) -> list[tuple[int, ...]]:
-    ids = add_all(engine)
-    outputs = run_to_end(engine)
-    assert [outputs[request_id].error for request_id in ids] == [None] * len(ids)
-    return [outputs[request_id].token_ids for request_id in ids]
 
 
 @pytest.fixture
@@ -123,7 +82,7 @@ def late_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_accelerator_that_runs_behind_gives_the_same_answers(folder: Path, seed: int) -> None:
     wanted = answers(make_engine(folder))
     with late_accelerator(seed) as accelerator:
-        engine = make_engine(folder, accelerator)
+        engine = make_engine(folder, accelerator.capture)
         assert answers(engine) == wanted
         assert answers(engine) == wanted, "other requests, in other rows"
     assert not accelerator.errors
@@ -135,7 +94,7 @@ def test_an_accelerator_that_runs_behind_gives_the_same_answers(folder: Path, se
 def test_so_it_does_with_keys_that_travel(folder: Path, seed: int) -> None:
     wanted = answers(make_engine(folder))
     with late_accelerator(seed) as accelerator:
-        engine = make_engine(folder, accelerator)
+        engine = make_engine(folder, accelerator.capture)
         assert answers(engine) == wanted
         assert answers(engine) == wanted, "other requests, in other rows"
     assert not accelerator.errors
@@ -161,7 +120,7 @@ def test_the_lanes_share_follows_only_steps_that_were_prepared_with_it(
 
     monkeypatch.setattr(LaneBalance, "update", noting_update)
     with late_accelerator(0) as accelerator:
-        engine = make_engine(folder, accelerator)
+        engine = make_engine(folder, accelerator.capture)
         answers(engine)
     assert len({step.asked for step in seen}) > 3
     assert engine.stats.num_replayed_steps / 3 < len(seen) < engine.stats.num_replayed_steps
@@ -188,7 +147,7 @@ def fail_run(monkeypatch: pytest.MonkeyPatch, number: int, error: Exception | No
 def test_whatever_the_cpu_lane_raises_is_raised_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: the step behind it waited for its end, raised the same, and so did every step after that."""
     with late_accelerator(1) as accelerator:
-        engine = make_engine(folder, accelerator)
+        engine = make_engine(folder, accelerator.capture)
         wanted = answers(engine)
         fail_run(monkeypatch, 10, RuntimeError("a pool has no threads"))
         add_all(engine)
@@ -211,7 +170,7 @@ def test_requests_that_ended_are_forgotten_by_a_step_whose_lanes_lose_each_other
         return start(steps, *args)
 
     with late_accelerator(2) as accelerator:
-        engine = make_engine(folder, accelerator)
+        engine = make_engine(folder, accelerator.capture)
         runner = engine.core.executor
         assert isinstance(runner, ModelRunner)
         answers(engine)
@@ -249,7 +208,7 @@ def test_ctrl_c_beside_a_step_ahead_leaves_no_plan_and_no_request_behind(
     monkeypatch.setattr(Scheduler, "schedule_ahead", interrupted_plan)
     monkeypatch.setattr(LaunchedPlan, "wait", interrupted_wait)
     with late_accelerator(4) as accelerator:
-        engine = make_engine(folder, accelerator)
+        engine = make_engine(folder, accelerator.capture)
         runner = engine.core.executor
         assert isinstance(runner, ModelRunner)
         wanted = answers(engine)
@@ -292,7 +251,7 @@ def test_the_lane_of_a_step_that_was_interrupted_has_ended_before_the_next_begin
     monkeypatch.setattr(WorkBeside, "wait", interrupted_wait)
     monkeypatch.setattr(DecodeSteps, "try_launch", lambda *_: None)  # each step is run, and waited for
     with late_accelerator(4) as accelerator:
-        engine = make_engine(folder, accelerator)
+        engine = make_engine(folder, accelerator.capture)
         wanted = answers(engine)
         add_all(engine)
         for _ in range(10):
@@ -326,7 +285,7 @@ def test_blocks_that_never_arrive_fail_their_step_alone(folder: Path, monkeypatc
 
     monkeypatch.setattr(LinkWords, "write", losing_write)
     with late_accelerator(3) as accelerator:
-        engine = make_engine(folder, accelerator, stream_percent=50)
+        engine = make_engine(folder, accelerator.capture, stream_percent=50)
         wanted = answers(engine)
         ids = add_all(engine)
         for _ in range(10):
@@ -349,7 +308,7 @@ def test_an_engine_that_is_closed_waits_for_the_step_under_way(
 ) -> None:
     """Bug: its words and answers could be somebody else's memory while the accelerator still wrote them."""
     with late_accelerator(6) as accelerator:
-        engine = make_engine(folder, accelerator)
+        engine = make_engine(folder, accelerator.capture)
         answers(engine)
         add_all(engine)
         for _ in range(10):
@@ -371,6 +330,22 @@ def test_an_engine_that_is_closed_waits_for_the_step_under_way(
         assert accelerator.num_done == accelerator.num_replays
 
 
+@pytest.mark.parametrize("is_behind", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, LaneError])
+@pytest.mark.usefixtures("late_lanes", "with_stream_lane")
+def test_wherever_a_step_breaks_off_the_next_ones_are_right(
+    folder: Path, error: type[BaseException], is_behind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "StepWatch", partial(StepWatch, limit_s=2.0, look_s=0.05))
+    with late_accelerator(8) as accelerator:
+        engine = make_engine(folder, accelerator.capture, stream_percent=50)
+        wanted = answers(engine, most=BROKEN_OUTPUTS)
+        for place in PLACES:
+            assert break_off(engine, place, error, 8, is_behind=is_behind, patch=monkeypatch), place
+            assert answers(engine, most=BROKEN_OUTPUTS) == wanted, place
+    assert not accelerator.errors
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.usefixtures("late_lanes")
 def test_requests_that_come_and_go_beside_steps_ahead_get_the_answers_that_they_get_alone(
@@ -386,7 +361,7 @@ def test_requests_that_come_and_go_beside_steps_ahead_get_the_answers_that_they_
     alone = make_engine(folder, **sizes | {"kv_gpu_tokens": 2000})
     with late_accelerator(seed) as accelerator:
         engine = make_engine(
-            folder, accelerator, **sizes, kv_gpu_tokens=rng.choice([160, 240, 400]),
+            folder, accelerator.capture, **sizes, kv_gpu_tokens=rng.choice([160, 240, 400]),
             prefix_cache_percent=rng.choice([0, 50]),
         )  # fmt: skip
         while len(asked) < 8 or engine.has_work:

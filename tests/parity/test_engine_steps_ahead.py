@@ -23,8 +23,12 @@ from ambidex.runner.step_under_way import StepUnderWay
 from tiny_engine import make_engine_folder
 from tiny_models import VOCAB_SIZE
 
-DEVICES = [DeviceKind.CPU, pytest.param(DeviceKind.CUDA, marks=pytest.mark.gpu)]
 POLICIES = ["exact", "flexgen", "moe_lightning", "bounded"]
+FORMS = [
+    *((DeviceKind.CPU, policy) for policy in POLICIES),
+    # flexgen reads no fp32 over the link: on a GPU see tests/faults/test_faults_ahead_gpu.py
+    *(pytest.param(DeviceKind.CUDA, policy, marks=pytest.mark.gpu) for policy in POLICIES if policy != "flexgen"),
+]
 NUM_OUTPUTS = (70, 45, 58)
 _rng = random.Random(3)
 PROMPTS = [[_rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (50, 70, 60)]
@@ -85,8 +89,7 @@ def answers(engine: Engine, ids: Sequence[RequestId]) -> list[tuple[int, ...]]:
     return [outputs[request_id].token_ids for request_id in ids]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("device", "policy"), FORMS)
 def test_answers_are_those_of_the_ordinary_path(
     device: DeviceKind, policy: str, tmp_path: Path, sent: list[StepPlan]
 ) -> None:
@@ -102,8 +105,7 @@ def test_answers_are_those_of_the_ordinary_path(
     assert len(sent) > 20, f"of {engine.stats.num_steps} steps"
     assert {len(plan.requests) for plan in sent} >= {1, 2, 3}
     assert engine.stats.num_replayed_steps > engine.stats.num_steps / 2
-    lane = Lane.STREAM if policy == "flexgen" and device is DeviceKind.CUDA else Lane.CPU
-    assert engine.stats.lane_bytes[lane] > 0
+    assert engine.stats.lane_bytes[Lane.CPU] > 0
     if policy == "bounded":
         assert engine.stats.selection is not None
         assert engine.stats.selection.num_bounded > 0
