@@ -1,6 +1,7 @@
 # make demo   what the engine does, on real text             make test   checks and tests
 # make setup  .venv with everything for development          make check  formatting, types, import contract
 # make sanitize   C++ tests under sanitizers, ten minutes   make test-numa   two NUMA nodes in a virtual machine, minutes
+# make test-gpu   tests that need a GPU, in groups side by side, each with a limit and a log of its own
 #
 # PYTHON=python3.12 chooses the interpreter of .venv, TORCH=torch==2.11.0 the PyTorch that goes into it.
 
@@ -13,7 +14,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
 RUNTIME := $(VENV)/.runtime-installed
 DEVELOPMENT := $(VENV)/.development-installed
 
-.PHONY: demo setup check test test-native test-numa sanitize clean
+.PHONY: demo setup check test test-native test-numa test-gpu sanitize clean
 .NOTPARALLEL:
 
 demo: $(RUNTIME)
@@ -49,6 +50,10 @@ sanitize: $(DEVELOPMENT)
 	setarch -R ctest --test-dir build/sanitize-$$kind -R "$$tests" --output-on-failure; } \
 	> $(VENV)/sanitize-$$kind.log 2>&1 || { cat $(VENV)/sanitize-$$kind.log; exit 1; }; \
 	echo "sanitizer passed: $$kind"; done
+
+# Without .venv: PYTHON=python3 tests/gpu.sh, which says what else may be set.
+test-gpu: $(DEVELOPMENT)
+	@PYTHON=$(BIN)/python tests/gpu.sh
 
 # What code for NUMA nodes finds on two of them, the second without cores, as CXL memory shows itself: a virtual machine
 # that emulates its processor (tests/numa/run.sh says what that needs). The second run has torch in it and takes longer.
