@@ -136,7 +136,7 @@ class DecodeSteps:
             logger.warning("the engine is closed behind a step that failed")
         try:
             self._fence.wait(WAIT_LIMIT_S, lambda: "its waits were ended")
-        except LaneError as error:
+        except (LaneError, RuntimeError) as error:  # torch's, of a device that is lost
             logger.warning("the engine is closed, and its memory may still be written: %s", error)
 
     def forget(self) -> None:
@@ -296,6 +296,8 @@ class DecodeSteps:
             launched.set()
             step.mark_launched()
             if stream is not None:
+                # NOTE: before the next step's inputs are sent. Streams may share a queue of the device, where inputs
+                # that stand behind this step must not stand before copies that it waits for.
                 stream.finish()
             step.mark_alone()
             self._last = StepUnderWay(work, step, watching, follow, release)
