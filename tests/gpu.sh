@@ -21,8 +21,8 @@ scale=${GPU_TEST_SCALE:-1}
 
 # name | limit in seconds | what pytest is told. Files that one group names, `rest` leaves out.
 beside=(
-  "ahead|240|tests/faults/test_faults_ahead_gpu.py"
-  "in-turn|240|tests/parity/test_engine_steps_ahead.py tests/parity/test_engine_decode_steps.py"
+  "ahead|300|tests/faults/test_faults_ahead_gpu.py"
+  "in-turn|300|tests/parity/test_engine_steps_ahead.py tests/parity/test_engine_decode_steps.py"
   "lanes|300|tests/faults/test_faults_lanes.py tests/faults/test_faults_races.py tests/unit/storage/test_storage_step_stream.py tests/faults/test_faults_early.py"
   "presets|420|tests/parity/test_engine_lane_presets.py"
   "bounded|420|tests/engine/test_engine_bounded.py tests/engine/test_engine_hot.py"
@@ -57,7 +57,7 @@ else  # its settings and marks are not known then
 fi
 
 run_group() {  # GROUP CORES
-  local name limit arguments log begin=$SECONDS code result run=()
+  local name limit arguments log begin=$SECONDS code result last run=()
   IFS='|' read -r name limit arguments <<< "$1"
   limit=$((limit * scale)) log="$logs/$name.log"
   [ -z "$2" ] || run=(taskset -c "$2")
@@ -71,8 +71,10 @@ run_group() {  # GROUP CORES
     *) result="FAILED: code $code" ;;
   esac
   [ $code -eq 0 ] || echo "$name" >> "$logs/failed"
+  last=$(tail -n 1 "$log")
+  [[ $last = *" in "*s* ]] || last="at $(grep -a '^tests/.*::' "$log" | tail -n 1)"  # it was cut off there
   printf '%-14s %-20s %4d of %d s  %s  %s\n' "$name" "$result" $((SECONDS - begin)) "$limit" \
-    "$(tail -n 1 "$log" | tr -d '=' | cut -c 1-80 | sed 's/^ *//; s/ *$//')" "$log"
+    "$(tr -d '=' <<< "$last" | sed 's/^ *//; s/ *$//' | cut -c 1-120)" "$log"
 }
 
 run_some() {  # CORES: groups that nobody has taken, one after another

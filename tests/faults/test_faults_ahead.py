@@ -346,12 +346,31 @@ def test_wherever_a_step_breaks_off_the_next_ones_are_right(
     assert not accelerator.errors
 
 
-@pytest.mark.parametrize("seed", range(5))
+def draw_params(rng: random.Random) -> SamplingParams:
+    """Most are greedy. What is not, or looks at more than a token, is none of the accelerator's business."""
+    params = SamplingParams(
+        max_output_tokens=rng.randint(1, 40), temperature=0.0, ignore_eos=True,
+        stop_token_ids=tuple(rng.sample(range(3, VOCAB_SIZE), rng.choice([0, 12]))),
+    )  # fmt: skip
+    other: dict[str, Any] = rng.choice([
+        {"temperature": 0.8, "seed": rng.randrange(100)},
+        {"logprobs": 1},
+        {"regex": "[a-z]{12,20}", "ignore_eos": False, "stop_token_ids": ()},
+        {"stop": (chr(rng.randrange(97, 123)),)},
+        {"stop": (chr(rng.randrange(97, 123)),)},
+        {"stop_token_ids": tuple(range(3, VOCAB_SIZE, 3)), "min_output_tokens": params.max_output_tokens // 2},
+        {"logit_bias": ((70, 5.0),)},
+        {"presence_penalty": 1.0},
+    ])  # fmt: skip
+    return replace(params, **other) if rng.random() < 0.3 else params
+
+
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.usefixtures("late_lanes")
 def test_requests_that_come_and_go_beside_steps_ahead_get_the_answers_that_they_get_alone(
     folder: Path, seed: int
 ) -> None:
-    """They begin alike or not, are aborted, and end by tokens that nobody knows before."""
+    """They begin alike or not, are aborted, and end by tokens that nobody knows before; of some the host says more."""
     rng = random.Random(seed)
     beginning = [rng.randrange(3, VOCAB_SIZE) for _ in range(50)]
     asked: dict[RequestId, tuple[list[int], SamplingParams]] = {}
@@ -367,10 +386,7 @@ def test_requests_that_come_and_go_beside_steps_ahead_get_the_answers_that_they_
         while len(asked) < 8 or engine.has_work:
             if len(asked) < 8 and rng.random() < 0.15:
                 own = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 40))]
-                params = SamplingParams(
-                    max_output_tokens=rng.randint(1, 40), temperature=0.0, ignore_eos=True,
-                    stop_token_ids=tuple(rng.sample(range(3, VOCAB_SIZE), rng.choice([0, 12]))),
-                )  # fmt: skip
+                params = draw_params(rng)
                 prompt = beginning[: rng.choice([0, 32, 50])] + own
                 asked[engine.add(prompt, params)] = prompt, params
             if asked and rng.random() < 0.02:
