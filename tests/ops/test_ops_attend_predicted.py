@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ambidex.core.errors import ShapeError
 from ambidex.kernels import api, dispatch
-from ambidex.kernels.early_rows import EarlyRows, FarCut, PartialRows
+from ambidex.kernels.early_rows import AlphaCount, EarlyRows, FarCut, PartialRows
 from ambidex.kernels.triton import attend_early as triton_early
+from ambidex.kernels.triton import attend_predicted as triton_predicted
 from triton_device import DTYPE_CASES
 from truth import assert_within_twice_plain
 
@@ -25,9 +26,12 @@ Sizes = tuple[int, int, int, int, list[tuple[int, int, int]]]
 
 class Parts:
     """Arguments of the ops. Far rows of K and V that are not chosen are NaN, and so are near rows and partial keys that
-    are not seen. With `is_whole` predicted scores are small whole numbers, so that many are equal, and exactly."""
+    are not seen. With `is_whole` predicted scores are small whole numbers, so that many are equal, and exactly. With
+    `alpha` keys predicted near the best say how many are chosen, and all are weighed by the true query."""
 
-    def __init__(self, sizes: Sizes, dtype: torch.dtype, device: str, *, is_whole: bool = False) -> None:
+    def __init__(
+        self, sizes: Sizes, dtype: torch.dtype, device: str, *, is_whole: bool = False, alpha: float | None = None
+    ) -> None:
         num_q_heads, num_kv_heads, head_dim, self.num_columns, self.requests = sizes
         self.group = num_q_heads // num_kv_heads
         self.device = device
@@ -44,6 +48,10 @@ class Parts:
         self.q = rand(len(self.requests), num_q_heads, head_dim).to(dtype)
         self.early = rand_whole(len(self.requests), num_q_heads, head_dim).to(dtype)
         self.near = torch.full((2, num_kv_heads, NUM_SLOTS, SLOT_ROWS, head_dim), torch.nan).to(dtype)
+        self.count = None
+        if alpha is not None:
+            num_chosen = torch.full((len(self.requests),), -1, dtype=torch.int32, device=device)
+            self.count = AlphaCount(alpha=alpha, num_chosen=num_chosen)
         self.far: list[Tensor] = []  # K and V [2, L, Hkv, capacity, D]
         self.partial, self.turns, self.places, firsts, first = [], [], [], [], 0
         for slot, (num_far, num_selected, num_near) in enumerate(self.requests):
@@ -55,6 +63,8 @@ class Parts:
             partial[:, :num_far] = rand_whole(num_kv_heads, num_far, self.num_columns)
             turned = self.early[slot].double().view(num_kv_heads, self.group, head_dim) @ turn.double()
             best = (turned @ partial[:, :num_far].double().transpose(1, 2)).amax(1) * self.scale
+            if alpha is not None and num_far:
+                num_selected = min(num_selected, sum(int((own > own.max() - alpha).sum()) for own in best) // len(best))
             places = best.sort(dim=1, descending=True, stable=True).indices[:, :num_selected]
             far = torch.full((2, NUM_LAYERS, num_kv_heads, capacity, head_dim), torch.nan).to(dtype)
             far[:, 1, heads, places] = rand(2, num_kv_heads, places.shape[1], head_dim).to(dtype)
@@ -99,17 +109,22 @@ class Parts:
         with dispatch.override("predict_far", name):
             return api.predict_far(
                 self.early.to(self.device), self.near[0].to(self.device), self.rows, self.partial_rows,
-                max_far=self.max_far, scale=self.scale,
+                max_far=self.max_far, scale=self.scale, count=self.count,
             )  # fmt: skip
 
     def attend(self, name: str, cut: FarCut) -> Tensor:
         near_k, near_v = self.near.to(self.device)
         with dispatch.override("attend_predicted", name):
             out = api.attend_predicted(
-                self.q.to(self.device), self.early.to(self.device), near_k, near_v, cut, self.rows, layer_idx=1,
+                self.q.to(self.device), self.weighing.to(self.device), near_k, near_v, cut, self.rows, layer_idx=1,
                 scale=self.scale,
             )  # fmt: skip
         return out.cpu()
+
+    @property
+    def weighing(self) -> Tensor:
+        """The queries that weigh far keys."""
+        return self.early if self.count is None else self.q
 
     def naive(self, dtype: torch.dtype) -> Tensor:
         """Request by request, head by head, in one format."""
@@ -119,15 +134,18 @@ class Parts:
             for head in range(self.q.shape[1] if num_near else 0):
                 kv_head = head // self.group
                 k, v = self.far[row][:, 1, kv_head, self.places[row][kv_head]].to(dtype)
-                early = (k * self.early[row, head].to(dtype)).sum(1) * self.scale
+                early = (k * self.weighing[row, head].to(dtype)).sum(1) * self.scale
                 true = (near_k[kv_head] * self.q[row, head].to(dtype)).sum(1) * self.scale
                 out[row, head] = torch.cat((early, true)).softmax(0) @ torch.cat((v, near_v[kv_head]))
         return out
 
     def check(self, name: str) -> None:
-        """The answer, and the partial keys: the step's own stand behind all others, which are as they were."""
+        """The answer, and the partial keys: the step's own stand behind all others, which are as they were; and what is
+        told of how many are chosen."""
         before = [part.clone() for part in self.partial]
         found = self.attend(name, self.predict(name))
+        if self.count is not None:
+            assert self.count.num_chosen.tolist() == [places.shape[1] for places in self.places]
         splits = 5 if self.device == "cuda" and self.q.dtype == torch.float32 else 3  # are merged
         num_roundings = 1 if name == "reference" else splits
         assert_within_twice_plain(
@@ -155,33 +173,83 @@ def test_kernels_equal_the_formula(device: str, dtype: torch.dtype, sizes: Sizes
     Parts(sizes, dtype, device).check("triton")
 
 
-def check_equal_predictions(name: str, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+COUNTED = [  # with the requests of SIZES: how many are chosen, here fewer, there as many as may be
+    (SIZES[0], 0.5, [16]),
+    (SIZES[1], 1.0, [4, 0, 0]),
+    (SIZES[2], 0.7, [1, 29]),
+    (SIZES[3], 1.5, [8, 1]),
+    (SIZES[3], 3.0, [13, 1]),
+]
+
+
+@pytest.mark.parametrize(("sizes", "alpha", "num_chosen"), COUNTED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_reference_counts_keys_near_the_best(
+    dtype: torch.dtype, sizes: Sizes, alpha: float, num_chosen: list[int]
+) -> None:
+    parts = Parts(sizes, dtype, "cpu", alpha=alpha)
+    assert dtype is not torch.float32 or [places.shape[1] for places in parts.places] == num_chosen
+    parts.check("reference")
+
+
+@pytest.mark.parametrize(("sizes", "alpha", "num_chosen"), COUNTED)
+@pytest.mark.parametrize(("device", "dtype"), DTYPE_CASES)
+def test_kernels_count_keys_near_the_best(
+    device: str, dtype: torch.dtype, sizes: Sizes, alpha: float, num_chosen: list[int]
+) -> None:
+    del num_chosen
+    Parts(sizes, dtype, device, alpha=alpha).check("triton")
+
+
+def check_equal_predictions(
+    name: str, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, alpha: float | None
+) -> None:
     """Rows of K and V that are not chosen are NaN; many predictions stand at the cut, in several tiles."""
     monkeypatch.setattr(triton_early, "_COUNTED_KEYS", 64)
-    parts = Parts((4, 2, 16, 5, [(300, 120, 5), (190, 61, 2)]), dtype, device, is_whole=True)
-    at_cut = parts.best_of_last.gather(1, parts.places[-1][:, -1:])
-    assert (parts.best_of_last == at_cut).sum(1).min() > 10
+    monkeypatch.setattr(triton_predicted, "_COUNTED_KEYS", 64)
+    parts = Parts((4, 2, 16, 5, [(300, 120, 5), (190, 61, 2)]), dtype, device, is_whole=True, alpha=alpha)
+    if alpha == 0.0:  # nothing lies above the best
+        assert not any(places.numel() for places in parts.places)
+    else:
+        at_cut = parts.best_of_last.gather(1, parts.places[-1][:, -1:])
+        assert (parts.best_of_last == at_cut).sum(1).min() > 10
+    if alpha == 0.5:  # the counts of heads differ, and are more at the threshold than above
+        best = parts.best_of_last
+        above, at = ((op(best, best.amax(1, keepdim=True) - alpha)).sum(1) for op in (torch.gt, torch.ge))
+        assert above[0] != above[1]
+        assert int(above.sum()) % 2, "the mean is no whole number"
+        assert parts.places[-1].shape[1] == int(above.sum()) // 2 < int(at.sum()) // 2
     parts.check(name)
 
 
+ALPHAS = [None, 0.0, 0.5, 100.0]
+"""Of predictions that are multiples of a quarter; the last: as many are chosen as may be."""
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize(("device", "dtype"), DTYPE_CASES)
 def test_of_equal_predictions_the_earlier_ones_are_chosen(
-    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    device: str, dtype: torch.dtype, alpha: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_equal_predictions("triton", device, dtype, monkeypatch)
+    check_equal_predictions("triton", device, dtype, monkeypatch, alpha)
 
 
+@pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_of_equal_predictions_the_reference_chooses_the_earlier_ones(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, alpha: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_equal_predictions("reference", "cpu", dtype, monkeypatch)
+    check_equal_predictions("reference", "cpu", dtype, monkeypatch, alpha)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_long_contexts_on_a_gpu(dtype: torch.dtype) -> None:
-    Parts((32, 8, 128, 25, [(20000, 4000, 65), (3000, 600, 65)]), dtype, "cuda", is_whole=True).check("triton")
+    sizes = (32, 8, 128, 25, [(20000, 4000, 65), (3000, 600, 65)])
+    Parts(sizes, dtype, "cuda", is_whole=True).check("triton")
+    parts = Parts(sizes, dtype, "cuda", is_whole=True, alpha=1.5)
+    assert 0 < parts.places[0].shape[1] < 4000
+    parts.check("triton")
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -196,6 +264,9 @@ def test_what_does_not_fit_is_refused() -> None:
         api.predict_far(parts.early.half(), near_k, parts.rows, parts.partial_rows, **common)
     with pytest.raises(ShapeError, match="early_q: expected a multiple of 2 heads"):
         api.predict_far(parts.early[:, :5], near_k, parts.rows, parts.partial_rows, **common)
+    count = AlphaCount(alpha=1.0, num_chosen=torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(ShapeError, match="num_chosen"):
+        api.predict_far(parts.early, near_k, parts.rows, parts.partial_rows, count=count, **common)
     with pytest.raises(ShapeError, match="early_q"):
         api.attend_predicted(parts.q, parts.early[:, :4], near_k, near_v, cut, parts.rows, layer_idx=0, scale=1.0)
     with pytest.raises(ShapeError, match="bounds"):

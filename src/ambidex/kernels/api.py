@@ -16,7 +16,7 @@ from ambidex.core.errors import ShapeError
 from ambidex.kernels.cpu import memory, native
 from ambidex.kernels.cpu import rows as native_rows
 from ambidex.kernels.dispatch import choose
-from ambidex.kernels.early_rows import EarlyRows, FarCut, PartialRows
+from ambidex.kernels.early_rows import AlphaCount, EarlyRows, FarCut, PartialRows
 from ambidex.kernels.reference import activation, chosen, early, kv_store, kv_tiles, paged, quantize, rope, scanned
 from ambidex.kernels.reference import attention as reference_attention
 from ambidex.kernels.reference import merge as reference_merge
@@ -321,7 +321,14 @@ def attend_early(
 
 
 def predict_far(
-    early_q: Tensor, near_k: Tensor, rows: EarlyRows, partial: PartialRows, *, max_far: int, scale: float
+    early_q: Tensor,
+    near_k: Tensor,
+    rows: EarlyRows,
+    partial: PartialRows,
+    *,
+    max_far: int,
+    scale: float,
+    count: AlphaCount | None = None,
 ) -> FarCut:
     """Choose far keys of each request by partial keys: of each KV head so many with the largest predicted score of its
     query heads, of equal ones the earlier. The step's own key, which lies among the near rows, becomes the partial key
@@ -334,16 +341,19 @@ def predict_far(
             point elsewhere are not found out.
         max_far: far keys of all requests, at most.
         scale: factor of q·k.
+        count: how many are chosen, which is then told there; None: `num_selected`, or all if there are no more.
     Raises:
         ShapeError: shapes or dtypes do not fit.
         InternalError: there is nothing but the reference, and it cannot read the device's memory.
-    Cost: reads the partial keys once. Launches as those of `attend_early`; takes 4 bytes a key and KV head.
+    Cost: reads the partial keys once. Launches as those of `attend_early`, and one more that counts; takes 4 bytes a
+        key and KV head.
     """
     check_shapes(
         early_q=(early_q, "B Hq D"), near_k=(near_k, "Hkv S R D"), near_slots=(rows.near_slots, "B"),
         near_num=(rows.near_num, "B"), far_num=(rows.far_num, "B"), num_selected=(rows.num_selected, "B"),
         score_first=(rows.score_first, "B"), rows_address=(partial.rows_address, "B"),
         turn_address=(partial.turn_address, "B"), capacity=(partial.capacity, "B"),
+        **({} if count is None else {"num_chosen": (count.num_chosen, "B")}),
     )  # fmt: skip
     check_alike(early_q=early_q, near_k=near_k)
     _check_pools(near_k, near_k)
@@ -351,8 +361,8 @@ def predict_far(
     if choose("predict_far", early_q.device.type).name == "triton":
         from ambidex.kernels.triton import attend_predicted as triton_predicted
 
-        return triton_predicted.predict_far(early_q, near_k, rows, partial, max_far=max_far, scale=scale)
-    return early.predict_far(early_q, near_k, rows, partial, max_far=max_far, scale=scale)
+        return triton_predicted.predict_far(early_q, near_k, rows, partial, max_far=max_far, scale=scale, count=count)
+    return early.predict_far(early_q, near_k, rows, partial, max_far=max_far, scale=scale, count=count)
 
 
 def attend_predicted(
@@ -363,7 +373,8 @@ def attend_predicted(
     with the scores that an early query gives these.
 
     Args:
-        q, early_q: [B, Hq, D], in the dtype of near rows; query head h reads KV head h // (Hq / Hkv).
+        q, early_q: [B, Hq, D], in the dtype of near rows, may be one: then far keys have true scores, too; query head h
+            reads KV head h // (Hq / Hkv).
         near_k, near_v: [Hkv, S, R, D], one layer of near rows of S requests, contiguous but for the first axis.
         cut: which far keys are chosen.
         rows: of each request, on the device. NOTE: as in `attend_early`.

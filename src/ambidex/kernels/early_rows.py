@@ -1,5 +1,5 @@
-"""What steps of fixed form with early queries read of each request on the device: `EarlyRows`, `PartialRows`; and which
-far keys were chosen: `FarCut`."""
+"""What steps of fixed form with early queries read of each request on the device: `EarlyRows`, `PartialRows`; which far
+keys were chosen: `FarCut`; and how many, where predictions say it: `AlphaCount`."""
 
 from dataclasses import dataclass
 
@@ -45,6 +45,20 @@ class PartialRows:
     turn_address: Tensor
     capacity: Tensor
     num_columns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlphaCount:
+    """How many far keys each KV head of a request chooses: as many as, in the mean over the KV heads, are predicted
+    above a head's best − alpha; rounded down, and at most `num_selected`.
+
+    Attributes:
+        alpha: of scaled scores.
+        num_chosen: [B] int32 on the device, is told how many; 0 for padding.
+    """
+
+    alpha: float
+    num_chosen: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ambidex.core.errors import InternalError
-from ambidex.kernels.early_rows import EarlyRows, FarCut, PartialRows
+from ambidex.kernels.early_rows import AlphaCount, EarlyRows, FarCut, PartialRows
 from ambidex.kernels.reference.chosen import attend_chosen
 
 
@@ -45,7 +45,14 @@ def attend_early(
 
 
 def predict_far(
-    early: Tensor, near_k: Tensor, rows: EarlyRows, partial: PartialRows, *, max_far: int, scale: float
+    early: Tensor,
+    near_k: Tensor,
+    rows: EarlyRows,
+    partial: PartialRows,
+    *,
+    max_far: int,
+    scale: float,
+    count: AlphaCount | None,
 ) -> FarCut:
     """See `kernels.api.predict_far`."""
     if early.device.type != "cpu":
@@ -54,6 +61,8 @@ def predict_far(
     group = early.shape[1] // num_kv_heads
     order = torch.empty(num_kv_heads * max_far, dtype=torch.int32)
     bounds = torch.zeros(len(early), num_kv_heads, 2, dtype=torch.int32)
+    if count is not None:
+        count.num_chosen.zero_()
     numbers = (rows.near_slots, rows.near_num, rows.far_num, rows.num_selected, rows.score_first, partial.rows_address,
                partial.turn_address, partial.capacity)  # fmt: skip
     for row, (slot, near_num, far_num, num_selected, first, address, turn_address, capacity) in enumerate(
@@ -71,9 +80,15 @@ def predict_far(
         bits = best.view(torch.int32)
         own = order[first // group :][: num_kv_heads * far_num].view(num_kv_heads, far_num)
         own.copy_(bits ^ ((bits >> 31) & 0x7FFFFFFF))
+        num = min(num_selected, far_num)
+        if count is not None:
+            num_near_best = int((best > best.amax(1, keepdim=True) - count.alpha).sum())
+            num = count.num_chosen[row] = min(num, num_near_best // num_kv_heads)
+        if num == 0:
+            bounds[row, :, 0] = torch.iinfo(torch.int32).max  # nothing lies above
+            continue
         chosen = own.sort(dim=1, descending=True, stable=True)
-        last = min(num_selected, far_num) - 1
-        bounds[row, :, 0], bounds[row, :, 1] = chosen.values[:, last], chosen.indices[:, last] + 1
+        bounds[row, :, 0], bounds[row, :, 1] = chosen.values[:, num - 1], chosen.indices[:, num - 1] + 1
     return FarCut(order=order, bounds=bounds)
 
 

@@ -73,14 +73,20 @@ def _bring_kernel(
 
 @triton.jit
 def _cut_kernel(
-    order_ptr, score_first_ptr, far_num_ptr, num_selected_ptr, cut_ptr,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
-    DIGIT_BITS: tl.constexpr, LOWEST: tl.constexpr,
+    order_ptr, score_first_ptr, far_num_ptr, num_selected_ptr, counts_ptr, num_chosen_ptr, cut_ptr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
+    DIGIT_BITS: tl.constexpr, LOWEST: tl.constexpr, IS_COUNTED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     num = tl.load(far_num_ptr + row).to(tl.int32)
     wanted = tl.minimum(tl.load(num_selected_ptr + row).to(tl.int32), num)
+    if IS_COUNTED:
+        heads = tl.arange(0, HEAD_BLOCK)
+        counts_of_heads = tl.load(counts_ptr + row * NUM_KV_HEADS + heads, mask=heads < NUM_KV_HEADS, other=0)
+        wanted = tl.minimum(wanted, tl.sum(counts_of_heads, axis=0) // NUM_KV_HEADS)
+        if head == 0:
+            tl.store(num_chosen_ptr + row, wanted)
     orders_ptr = order_ptr + tl.load(score_first_ptr + row) // GROUP + head * num
     num_tiles = tl.cdiv(num, BLOCK)
     places = tl.arange(0, BLOCK)
@@ -206,18 +212,30 @@ def attend_early(
     return launch_attention(q, near_k, near_v, cut, rows, given=given, early=None, layer_idx=layer_idx, scale=scale)
 
 
-def find_cut(order: Tensor, rows: EarlyRows, *, num_kv_heads: int, group: int, bits: int) -> Tensor:
+def find_cut(
+    order: Tensor,
+    rows: EarlyRows,
+    *,
+    num_kv_heads: int,
+    group: int,
+    bits: int,
+    counts: Tensor | None = None,
+    num_chosen: Tensor | None = None,
+) -> Tensor:
     """Launch: find the bounds of `FarCut`.
 
     Args:
         order: see `FarCut`; `bits` of these integers are used, 16 or 32.
+        counts: [B, Hkv] int32, whose mean over the heads is how many are chosen, if `num_selected` is not less;
+            `num_chosen` [B] int32 is told how many. None: `num_selected` are.
     """
     num_rows = len(rows.far_num)
     bounds = torch.empty((num_rows, num_kv_heads, 2), dtype=torch.int32, device=order.device)
     _cut_kernel[(num_kv_heads, num_rows)](
-        order, rows.score_first, rows.far_num, rows.num_selected, bounds,
-        NUM_KV_HEADS=num_kv_heads, GROUP=group, BLOCK=_COUNTED_KEYS, BITS=bits, DIGIT_BITS=_DIGIT_BITS,
-        LOWEST=-(1 << (bits - 1)), num_warps=_COUNT_WARPS,
+        order, rows.score_first, rows.far_num, rows.num_selected, counts, num_chosen, bounds,
+        NUM_KV_HEADS=num_kv_heads, HEAD_BLOCK=triton.next_power_of_2(num_kv_heads), GROUP=group, BLOCK=_COUNTED_KEYS,
+        BITS=bits, DIGIT_BITS=_DIGIT_BITS, LOWEST=-(1 << (bits - 1)), IS_COUNTED=counts is not None,
+        num_warps=_COUNT_WARPS,
     )  # fmt: skip
     return bounds
 

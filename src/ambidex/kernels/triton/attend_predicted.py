@@ -1,11 +1,13 @@
 """Attention of one query a request over near keys and the far ones that partial keys put first; sizes on the device.
 
     predict_far        p = q̂ A, of each far key j the largest p · p_j · scale of its query heads, as an integer in its
-                       order; the step's own key k leaves its row k A behind the others; the cut as in `attend_early`
+                       order; the step's own key k leaves its row k A behind the others; the cut as in `attend_early`,
+                       of a number that is given, or of Σ_h |{j: p_hj > max_j p_hj − α}| / Hkv, rounded down
     attend_predicted   s_j = q̂ · k_j · scale, j being chosen;  q · k_j · scale for near j
                        out = Σ_j e^(s_j − lse) · v_j
 
-q̂ are early queries, A the kept columns of what turns a key (`attention/select/partial_keys.py`). Rows of K and V of the
+q̂ are early queries (`attend_predicted` may be given q for them), A the kept columns of what turns a key
+(`attention/select/partial_keys.py`). Rows of K and V of the
 chosen keys are read where they lie, over the link if that is in pinned host memory. As in `attend_early` launches
 depend on shapes alone, so that a CUDA graph may hold them.
 """
@@ -17,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ambidex.kernels.early_rows import EarlyRows, FarCut, PartialRows
+from ambidex.kernels.early_rows import AlphaCount, EarlyRows, FarCut, PartialRows
 from ambidex.kernels.triton.attend_early import find_cut, launch_attention
 from ambidex.kernels.triton.attend_paged import (
     _MIN_GROUP,
@@ -29,6 +31,8 @@ from ambidex.kernels.triton.near_and_far import split_tiles
 
 _DIM_CHUNK: Final = 32
 """Numbers of a query that are turned at a time: with 32 columns, a tile of 4 KiB in fp32."""
+_COUNTED_KEYS: Final = 2048
+"""Keys of a tile that are held against the best: 8 KiB, 8 of each of 256 threads."""
 
 
 @triton.jit
@@ -93,8 +97,41 @@ def _predict_kernel(
         tl.store(order_ptr + keys, bits ^ ((bits >> 31) & 0x7FFFFFFF), mask=is_key)
 
 
+@triton.jit
+def _count_kernel(
+    order_ptr, score_first_ptr, far_num_ptr, counts_ptr, alpha,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
+    num = tl.load(far_num_ptr + row).to(tl.int32)
+    order_ptr += tl.load(score_first_ptr + row) // GROUP + head * num
+    num_tiles = tl.cdiv(num, BLOCK)
+    places = tl.arange(0, BLOCK)
+    highest = tl.full([BLOCK], -0x80000000, dtype=tl.int32)
+    for tile in range(0, num_tiles):
+        keys = tile * BLOCK + places
+        highest = tl.maximum(highest, tl.load(order_ptr + keys, mask=keys < num, other=-0x80000000))
+    best = tl.max(highest, axis=0)
+    least = (best ^ ((best >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True) - alpha
+    counts = tl.zeros([BLOCK], dtype=tl.int32)
+    for tile in range(0, num_tiles):
+        keys = tile * BLOCK + places
+        order = tl.load(order_ptr + keys, mask=keys < num, other=0)
+        scores = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        counts += ((scores > least) & (keys < num)).to(tl.int32)
+    tl.store(counts_ptr + row * NUM_KV_HEADS + head, tl.sum(counts, axis=0))
+
+
 def predict_far(
-    early: Tensor, near_k: Tensor, rows: EarlyRows, partial: PartialRows, *, max_far: int, scale: float
+    early: Tensor,
+    near_k: Tensor,
+    rows: EarlyRows,
+    partial: PartialRows,
+    *,
+    max_far: int,
+    scale: float,
+    count: AlphaCount | None,
 ) -> FarCut:
     """See `kernels.api.predict_far`."""
     early = early.contiguous()
@@ -111,7 +148,18 @@ def predict_far(
         HEAD_DIM=head_dim, DIM_CHUNK=_DIM_CHUNK, NUM_COLUMNS=partial.num_columns, COLUMN_BLOCK=column_block,
         BLOCK_KEYS=choose_tile_keys(column_block, 4), NUM_SPLITS=num_splits, num_warps=4,
     )  # fmt: skip
-    return FarCut(order=order, bounds=find_cut(order, rows, num_kv_heads=num_kv_heads, group=group, bits=32))
+    counts = num_chosen = None
+    if count is not None:
+        counts = torch.empty((num_rows, num_kv_heads), dtype=torch.int32, device=early.device)
+        num_chosen = count.num_chosen
+        _count_kernel[(num_kv_heads, num_rows)](
+            order, rows.score_first, rows.far_num, counts, float(count.alpha),
+            NUM_KV_HEADS=num_kv_heads, GROUP=group, BLOCK=_COUNTED_KEYS, num_warps=8,
+        )  # fmt: skip
+    bounds = find_cut(
+        order, rows, num_kv_heads=num_kv_heads, group=group, bits=32, counts=counts, num_chosen=num_chosen
+    )
+    return FarCut(order=order, bounds=bounds)
 
 
 def attend_predicted(
