@@ -74,8 +74,8 @@ class SelectiveWorld:
     """Requests whose tokens are known: their hidden states are what a test compares.
 
     Args:
-        is_early: steps of one token a request take the fast form of HybridGen; with `is_fixed` those that have it take
-            its fixed form, in which nobody is told of choices.
+        is_early: steps of one token a request take the fast form of policies that look ahead; with `is_fixed` those
+            that have it take its fixed form, in which nobody is told of choices.
 
     Attributes:
         choices: what was chosen, by (request, layer, position).
@@ -107,15 +107,15 @@ class SelectiveWorld:
         early = None
         if is_early:
             assert look_ahead is not None
-            assert settings.near_tokens is not None
             early = EarlyDecode(
                 tiny.spec,
                 TieredAttention(tiny.spec, self.pools),
                 look_ahead,
                 RowStore(tiny.spec, self.pools, max_rows=MAX_ROWS),
                 ThreadPool(1),
-                num_near=settings.near_tokens,
+                num_near=settings.near_tokens or 0,
                 max_requests=max_requests,
+                max_scored=MAX_ROWS if settings.near_tokens is not None else 0,
                 is_timed=Need.TIMES in policy.needs,
             )
         self.attention = SelectiveAttention(

@@ -92,6 +92,10 @@ def test_near_rows_of_a_policy_stand_in_the_ledger_of_the_accelerator() -> None:
     of_all = fixed_bytes(config, SPEC, activations=DType.BF16, rows=replace(rows, is_fixed=True))
     scores = 3 * 512 * (4 * 2 + 2 * 4)  # in steps of fixed form those of all requests, and a number of each KV head
     assert of_all.near_rows == fixed.near_rows + scores
+    predicting = replace(rows, is_fixed=True, is_scored=False, num_near=0)  # near is a step's own key alone
+    found = fixed_bytes(config, SPEC, activations=DType.BF16, rows=predicting).near_rows
+    assert found == 3 * 2 * 2 * 2 * 16 * 2 + 512 * 4 * 4 + 3 * 512 * 2 * 4, "own rows, scores in fp32, the fixed form's"
+    assert predicting.score_bytes == 0
     many = replace(rows, is_fixed=True).max_fixed_keys(1000, 4096)
     assert many == FIXED_SCORE_BYTES // (4 * 2 + 2 * 4)
     spec = KVSpec.of(SPEC, dtype=DType.BF16, block_size=16)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from ambidex import LLM, SamplingParams
+from ambidex.attention.select.policy import Need
 from ambidex.attention.select.registry import make_policy
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError, RequestError, UnsupportedModelError
@@ -30,6 +31,7 @@ OPTIONS: dict[PolicyName, dict[str, object]] = {
 }
 """Such that a tiny model of two layers leaves out keys of short prompts."""
 POLICIES = list(OPTIONS)
+LOOKING_AHEAD = [policy for policy in POLICIES if policy.looks_ahead]
 SETTINGS = {"max_context_len": 96, "num_threads": 1, "dtype": "fp32", "block_size": 16}
 SPLIT = {"kv_gpu_tokens": 256, "num_sink_tokens": 4, "recent_window": 8}
 
@@ -75,7 +77,7 @@ def test_answers_on_a_gpu_are_those_on_a_cpu(folder: Path, policy: PolicyName, s
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy is not PolicyName.HYBRIDGEN])
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if not policy.looks_ahead])
 def test_answers_when_blocks_run_out_are_those_of_an_undisturbed_run(folder: Path, policy: PolicyName) -> None:
     """A preempted answer is computed again, as decode queries."""
     prompts = [f"hello {letter}" for letter in "abcdefgh"]
@@ -90,11 +92,26 @@ def test_answers_when_blocks_run_out_are_those_of_an_undisturbed_run(folder: Pat
     assert got == wanted
 
 
-def test_requests_wait_where_there_is_no_room_for_the_rows_of_all_their_tokens(folder: Path) -> None:
-    """HybridGen keeps rows of K and V beside the blocks: what is started has room for them to its end."""
+SCORE_BYTES = 2 * 6 * 4
+"""Of a token: early scores of 6 heads, in fp32, twice."""
+
+
+@pytest.mark.parametrize(
+    ("options", "score_bytes"),
+    [
+        ({"policy": "hybridgen", "min_selected_tokens": 4}, SCORE_BYTES),
+        ({"policy": "hybridgen", "min_selected_tokens": 4, "hybridgen_mode": "pre"}, 0),
+        ({"policy": "infinigen"}, 0),
+    ],
+    ids=["post", "pre", "infinigen"],
+)
+def test_requests_wait_where_there_is_no_room_for_the_rows_of_all_their_tokens(
+    folder: Path, options: dict[str, object], score_bytes: int
+) -> None:
+    """Policies that look ahead keep rows of K and V beside the blocks: what is started has room for them to its end."""
     prompts = [f"hello {letter}" for letter in "abcdefgh"]
     params = SamplingParams(max_output_tokens=16, temperature=0.0, ignore_eos=True)
-    options = {"policy": "hybridgen", "min_selected_tokens": 4, **OPTIONS[PolicyName.HYBRIDGEN]}
+    options = options | OPTIONS[PolicyName(str(options["policy"]))]
     with LLM(str(folder), **options, **SETTINGS) as llm:
         wanted = [output.token_ids for output in llm.generate(prompts, params)]
     tight = SETTINGS | {"block_size": 4, "kv_gpu_tokens": 16, "max_context_len": 40, "dram_memory": 48_000}
@@ -115,7 +132,7 @@ def test_requests_wait_where_there_is_no_room_for_the_rows_of_all_their_tokens(f
     assert [outputs[request_id].token_ids for request_id in ids] == wanted
     assert 1 < num_running < len(prompts), "all ran together, or none did: the test would prove nothing"
     assert engine.stats.num_preemptions == 0
-    row_bytes = 2 * 2 * 16 * 4 * 2 + 2 * 6 * 4  # K and V, heads, head_dim, fp32, layers; scores of 6 heads, twice
+    row_bytes = 2 * 2 * 16 * 4 * 2 + score_bytes  # K and V, heads, head_dim, fp32, layers
     assert 0 < num_rows <= store.max_rows == held["rows"] // row_bytes
     assert sum(held.values()) <= 48_000
 
@@ -123,12 +140,20 @@ def test_requests_wait_where_there_is_no_room_for_the_rows_of_all_their_tokens(f
 def test_a_budget_without_room_for_rows_is_refused_at_start(folder: Path) -> None:
     tight = SETTINGS | {"kv_gpu_tokens": 96, "dram_memory": 32_000}
     LLM(str(folder), **tight).close()
-    with pytest.raises(ConfigError, match="keeps K and V of each token as rows in host memory, too"):
-        LLM(str(folder), policy="hybridgen", **OPTIONS[PolicyName.HYBRIDGEN], **tight)
+    for policy in LOOKING_AHEAD:
+        with pytest.raises(ConfigError, match="keeps K and V of each token as rows in host memory, too"):
+            LLM(str(folder), policy=policy, **OPTIONS[policy], **tight)
 
 
-def test_without_a_dram_budget_hybridgen_keeps_no_rows_and_answers_the_same(folder: Path) -> None:
-    options = {"policy": "hybridgen", **OPTIONS[PolicyName.HYBRIDGEN], **SETTINGS}
+def test_policies_that_look_ahead_need_to() -> None:
+    for policy in POLICIES:
+        needs = make_policy(resolve_policy(EngineConfig(model="m", policy=policy)), make_spec()).needs
+        assert (Need.LOOK_AHEAD in needs) is policy.looks_ahead
+
+
+@pytest.mark.parametrize("policy", LOOKING_AHEAD)
+def test_without_a_dram_budget_a_policy_keeps_no_rows_and_answers_the_same(folder: Path, policy: PolicyName) -> None:
+    options = {"policy": policy, **OPTIONS[policy], **SETTINGS}
     with LLM(str(folder), **options) as llm:
         wanted = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
     with LLM(str(folder), dram_memory=0, **options) as llm:
@@ -235,6 +260,15 @@ def test_the_thread_that_scores_ahead_ends_with_the_engine(folder: Path) -> None
     llm.close()  # does nothing
     with pytest.raises(RequestError, match="the engine was closed"):
         llm.generate(PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize("options", [{"policy": "infinigen"}, {"policy": "hybridgen", "hybridgen_mode": "pre"}])
+def test_a_policy_that_only_predicts_has_no_thread_that_scores(folder: Path, options: dict[str, str]) -> None:
+    before = num_threads_that_score()
+    with LLM(str(folder), exact_layers=1, **options, **SETTINGS) as llm:
+        llm.generate(PROMPTS, GREEDY)
+        assert num_threads_that_score() == before
+        assert "the CPU scores" not in llm.report.why("compute", "policy_rows")
 
 
 def test_without_feedback_nothing_is_timed(folder: Path) -> None:

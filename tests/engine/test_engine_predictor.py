@@ -115,7 +115,8 @@ class Seen(Predicting):
 
 
 def show_prompt(q: Tensor, k: Tensor, cuts: list[int]) -> Seen:
-    selector = Seen(50, PolicyRequest(num_prompt_tokens=len(q), max_output_tokens=8, max_tokens=len(q) + 8))
+    request = PolicyRequest(num_prompt_tokens=len(q), max_output_tokens=8, max_tokens=len(q) + 8)
+    selector = Seen(50, request, num_kv_heads=len(k))
     for start, stop in zip([0, *cuts], [*cuts, len(q)], strict=True):
         selector.add_rows(k[:, start:stop], k[:, start:stop])
         selector.see_prompt(PromptRows(q=q[start:stop], k=k[:, :stop], scale=0.5))

@@ -1,4 +1,5 @@
-"""HybridGen's decode steps of fixed form give what those launched op by op give; on a GPU they are captured."""
+"""Decode steps of fixed form of HybridGen and InfiniGen give what those launched op by op give; on a GPU they are
+captured."""
 
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,12 @@ SPLITS: dict[str, dict[str, Any]] = {
     "gpu": {"kv_gpu_tokens": 1024},
     "split": {"kv_gpu_tokens": 400, "num_sink_tokens": 4, "recent_window": 8},
 }
+HYBRIDGEN: dict[str, Any] = {"policy": PolicyName.HYBRIDGEN, "near_tokens": 3}
+INFINIGEN: dict[str, Any] = {"policy": PolicyName.INFINIGEN, "alpha": 0.3, "policy_percent": 60}
+METHODS: dict[str, dict[str, Any]] = {
+    **{mode.value: {"hybridgen_mode": mode, **HYBRIDGEN} for mode in HybridGenMode},
+    "infinigen": INFINIGEN,
+}
 
 
 def make_engine(folder: Path, device: DeviceKind, form: DecodeForm, **settings: Any) -> Engine:
@@ -32,9 +39,7 @@ def make_engine(folder: Path, device: DeviceKind, form: DecodeForm, **settings: 
         "model": str(folder),
         "device": device,
         "dtype": DTypeChoice.FP32,
-        "policy": PolicyName.HYBRIDGEN,
         "exact_layers": 1,
-        "near_tokens": 3,
         "block_size": 16,
         "num_threads": 1,
         "max_context_len": 128,
@@ -67,9 +72,9 @@ class Counted:
 @pytest.mark.parametrize(("device", "form"), FORMS)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("variant", ["llama", "opt", "qwen3"])
-@pytest.mark.parametrize("mode", list(HybridGenMode))
+@pytest.mark.parametrize("method", METHODS)
 def test_tokens_of_fixed_steps_equal_those_of_steps_launched_op_by_op(
-    mode: HybridGenMode,
+    method: str,
     variant: str,
     split: str,
     device: DeviceKind,
@@ -79,11 +84,11 @@ def test_tokens_of_fixed_steps_equal_those_of_steps_launched_op_by_op(
 ) -> None:
     """Seven requests that come and go, beside prompts.
 
-    NOTE: the first has one token, whose queries leave it to rounding which partial keys are kept, so that its answer in
-    mode pre depends on how its prompt was computed.
+    NOTE: the first has one token, whose queries leave it to rounding which partial keys are kept, so that its answer by
+    these depends on how its prompt was computed.
     """
-    first = 1 if mode is HybridGenMode.PRE else 0
-    settings = {"hybridgen_mode": mode, **SPLITS[split]}
+    first = 1 if method in (HybridGenMode.PRE, "infinigen") else 0
+    settings = {**METHODS[method], **SPLITS[split]}
     folder = make_engine_folder(tmp_path, variant)
     params = [
         SamplingParams(max_output_tokens=num, temperature=0.0, ignore_eos=True, logprobs=2) for num in NUM_OUTPUTS
@@ -115,13 +120,18 @@ def test_tokens_of_fixed_steps_equal_those_of_steps_launched_op_by_op(
     ],
 )
 def test_report_says_why_steps_are_launched_op_by_op(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
+    folder = make_engine_folder(tmp_path)
+    for method in (HYBRIDGEN, INFINIGEN):
+        engine = make_engine(folder, DeviceKind.CPU, DecodeForm.FIXED, **method, **settings)
+        why = f"steps of policy {method['policy']} are launched op by op: {reason}"
+        assert engine.report.value("compute", "decode") == "ordinary"
+        assert engine.report.why("compute", "decode") == why
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_report_says_that_steps_have_a_fixed_form(tmp_path: Path, method: str) -> None:
+    settings = {**METHODS[method], **SPLITS["split"]}
     engine = make_engine(make_engine_folder(tmp_path), DeviceKind.CPU, DecodeForm.FIXED, **settings)
-    assert engine.report.value("compute", "decode") == "ordinary"
-    assert engine.report.why("compute", "decode") == f"steps of policy hybridgen are launched op by op: {reason}"
-
-
-def test_report_says_that_steps_have_a_fixed_form(tmp_path: Path) -> None:
-    engine = make_engine(make_engine_folder(tmp_path), DeviceKind.CPU, DecodeForm.FIXED, **SPLITS["split"])
     assert engine.report.value("compute", "decode") == "fixed"
     assert "made a layer ahead" in engine.report.why("compute", "policy")
     assert steps_of(engine).dram_threads is not None
@@ -131,7 +141,7 @@ def test_report_says_that_steps_have_a_fixed_form(tmp_path: Path) -> None:
 def test_feedback_is_told_the_times_of_fixed_steps(
     device: DeviceKind, form: DecodeForm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"hybridgen_feedback": HybridGenFeedback.FULL, "min_selected_tokens": 4, **SPLITS["split"]}
+    settings = {"hybridgen_feedback": HybridGenFeedback.FULL, "min_selected_tokens": 4, **HYBRIDGEN, **SPLITS["split"]}
     engine = make_engine(make_engine_folder(tmp_path), device, form, **settings)
     counted = Counted(engine, monkeypatch)
     feedback = engine.core.scheduler.feedback

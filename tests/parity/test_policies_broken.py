@@ -177,7 +177,7 @@ def weighed_otherwise(own: ChooseFar) -> ChooseFar:
 
 
 @pytest.mark.parametrize("breaks", [None, one_far_too_few, the_worst, weighed_otherwise])
-@pytest.mark.parametrize("case", ["hybridgen post", "hybridgen pre"])
+@pytest.mark.parametrize("case", ["hybridgen post", "hybridgen pre", "infinigen", "infinigen below the cap"])
 def test_rule_that_the_fast_form_does_not_follow_is_seen(
     runs: Callable[[str], NaiveRun], monkeypatch: pytest.MonkeyPatch, case: str, breaks: Callable[[Any], Any] | None
 ) -> None:

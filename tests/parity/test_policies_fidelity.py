@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ambidex.attention.early_fixed import PredictedFar
+from ambidex.core.ids import Lane, Tier
 from ambidex.core.policy import HybridGenMode
 from ambidex.core.selection import SelectionSetting
 from naive_policies import (
@@ -196,6 +197,19 @@ EARLY_CASES: dict[str, tuple[dict[str, object], Callable[[], Rule]]] = {
         {"policy": "hybridgen", "exact_layers": 1, "near_tokens": 6, "policy_percent": 100},
         lambda: NaiveHybridGen(100, near=6, is_pre=False, percent=20, exact_layers=1),
     ),
+    **{case: CASES[case] for case in ("infinigen", "infinigen below the cap")},
+    "infinigen few keys": (
+        {"policy": "infinigen", "exact_layers": 1, "alpha": 0.05, "policy_percent": 100},
+        lambda: NaiveInfiniGen(100, 0.05, percent=20, exact_layers=1),
+    ),
+    "infinigen the own key alone": (
+        {"policy": "infinigen", "exact_layers": 1, "alpha": 0.0},
+        lambda: NaiveInfiniGen(20, 0.0, percent=20, exact_layers=1),
+    ),
+    "infinigen more keys than there are": (
+        {"policy": "infinigen", "exact_layers": 1, "alpha": 1e3, "policy_tokens": 100},
+        lambda: NaiveInfiniGen(271, 1e3, percent=20, exact_layers=1),
+    ),
     "hybridgen looks ahead nowhere": (
         {"policy": "hybridgen", "exact_layers": 2, "near_tokens": 6},
         lambda: NaiveHybridGen(20, near=6, is_pre=False, percent=20, exact_layers=2),
@@ -245,7 +259,7 @@ def test_fixed_steps_give_what_the_definition_gives(tiny: TinyModel, case: str, 
     world.add("a", tokens, num_prompt=NUM_PROMPT)
     hidden = world.run("a", chunks=[NUM_PROMPT])
     assert (hidden - naive.hidden).abs().max() / naive.hidden.abs().max() < 1e-4
-    assert world.num_fixed == (num_fixed if options["exact_layers"] == 1 else 0)
+    assert world.num_fixed == (num_fixed if naive.rules[0].exact_layers == 1 else 0)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("feedback", ["mode", "full"])
@@ -283,12 +297,13 @@ def test_early_decode_follows_feedback_from_step_to_step(tiny: TinyModel, feedba
     assert (torch.cat(hidden) - naive.hidden[NUM_PROMPT:]).abs().max() / naive.hidden.abs().max() < 1e-4
 
 
-def test_a_fixed_step_in_mode_pre_that_breaks_off_is_computed_again(
-    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("case", ["hybridgen pre", "infinigen", "infinigen below the cap"])
+def test_a_fixed_step_that_predicts_and_breaks_off_is_computed_again(
+    tiny: TinyModel, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its new partial keys, of which it has written some, are written once more, behind the same older ones."""
     tokens = random_tokens(NUM_TOKENS, seed=8)
-    options, make_rule = EARLY_CASES["hybridgen pre"]
+    options, make_rule = EARLY_CASES[case]
     naive = NaiveRun(tiny, [make_rule() for _ in range(tiny.spec.num_layers)], tokens, NUM_PROMPT)
     settings = policy_settings(**options)  # type: ignore[arg-type]
     world = SelectiveWorld(tiny, settings, is_early=True, is_fixed=True, block_size=16, seed=2)
@@ -311,21 +326,56 @@ def test_a_fixed_step_in_mode_pre_that_breaks_off_is_computed_again(
     assert (torch.cat(hidden) - naive.hidden).abs().max() / naive.hidden.abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("case", ["infinigen below the cap", "infinigen few keys"])
 @pytest.mark.parametrize("is_fixed", [False, True])
-def test_early_decode_and_steps_of_other_forms_follow_each_other(tiny: TinyModel, *, is_fixed: bool) -> None:
+def test_figures_of_a_choice_that_predictions_count_are_those_of_queries_answered_one_by_one(
+    tiny: TinyModel, case: str, *, is_fixed: bool
+) -> None:
+    """How many keys are chosen is known in the step alone, and asked for behind it; the same holds of what was read."""
+    tokens = {name: random_tokens(NUM_TOKENS, seed=seed) for name, seed in (("a", 3), ("b", 9))}
+    settings = policy_settings(**EARLY_CASES[case][0])  # type: ignore[arg-type]
+    one_by_one = SelectiveWorld(tiny, settings, block_size=16, seed=1)
+    world = SelectiveWorld(tiny, settings, block_size=16, seed=2, is_early=True, is_fixed=is_fixed)
+    for each in (one_by_one, world):
+        for name, own in tokens.items():
+            each.add(name, own, num_prompt=NUM_PROMPT)
+            each.step([(name, NUM_PROMPT)])
+    counts, num_heads, num_layers = set(), tiny.spec.num_q_heads, tiny.spec.num_layers
+    token_bytes = world.pools[Tier.DRAM].spec.bytes_per_token_layer
+    for position in range(NUM_PROMPT, NUM_TOKENS):
+        for each in (one_by_one, world):
+            each.step([("a", 1), ("b", 1)])
+        figures = world.attention.selection
+        assert figures == one_by_one.attention.selection
+        assert figures.num_visible == 2 * (position + 1) * num_heads * num_layers
+        chosen = figures.num_attended // num_heads - 2 * (position + 1)  # without the layer that attends all
+        chosen -= 2 * (num_layers - 1)  # and without the queries' own
+        assert world.attention.fixed_lane_bytes[Lane.CPU] == chosen * token_bytes
+        counts.add(chosen)
+    assert len(counts) > 1, "all steps choose as many: the test would prove nothing"
+    assert world.num_fixed > 2 or not is_fixed
+
+
+FOLLOWING: dict[str, tuple[dict[str, object], Callable[[], Rule]]] = {
+    "post": (
+        {"policy": "hybridgen", "exact_layers": 1, "near_tokens": 6, "policy_tokens": 5},
+        lambda: NaiveHybridGen(-(-500 // NUM_PROMPT), near=6, is_pre=False, percent=20, exact_layers=1),
+    ),
+    "infinigen": CASES["infinigen below the cap"],
+}
+
+
+@pytest.mark.parametrize("case", FOLLOWING)
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_early_decode_and_steps_of_other_forms_follow_each_other(tiny: TinyModel, case: str, *, is_fixed: bool) -> None:
     """Two requests, of which one computes its prompt in chunks, yields, and has several known tokens in a step."""
-    options = {"exact_layers": 1, "near_tokens": 6, "policy_tokens": 5}
+    options, make_rule = FOLLOWING[case]
     long, short = random_tokens(NUM_TOKENS, seed=5), random_tokens(NUM_TOKENS, seed=6)
     alone = {}
     for name, tokens in (("a", long), ("b", short)):
-        naive = NaiveRun(
-            tiny,
-            [NaiveHybridGen(-(-500 // NUM_PROMPT), near=6, is_pre=False, percent=20, exact_layers=1)
-             for _ in range(tiny.spec.num_layers)],
-            tokens, NUM_PROMPT,
-        )  # fmt: skip
+        naive = NaiveRun(tiny, [make_rule() for _ in range(tiny.spec.num_layers)], tokens, NUM_PROMPT)
         alone[name] = naive.hidden
-    settings = policy_settings("hybridgen", **options)
+    settings = policy_settings(**options)  # type: ignore[arg-type]
     world = SelectiveWorld(tiny, settings, is_early=True, is_fixed=is_fixed, block_size=16, seed=4)
     for name, tokens in (("a", long), ("b", short)):
         world.add(name, tokens, num_prompt=NUM_PROMPT)

@@ -1,13 +1,14 @@
-"""`EarlyDecode`: decode steps of HybridGen in their fast form, for steps whose requests have one new token each.
+"""`EarlyDecode`: decode steps of policies that look ahead, in their fast form: requests have one new token each.
 
     near keys   the newest ones, on the accelerator: true scores                    ┐
     far keys    in host memory, scored by the CPU a layer ahead (`EarlyScores`)     ├ one softmax, values added up
                 the K best of each KV head: their rows of V come over the link      ┘
 
-In mode pre the CPU scores nothing: partial keys on the accelerator choose, and rows of K of the chosen keys come, too.
-What is selected and what it weighs is as `select/hybridgen.py` has it; steps of other forms answer each query by
-itself, with a mask over all keys. Here there is no mask, and the host waits for nothing but the CPU's scores. Layers
-that do not look ahead attend all keys exactly, each tier by its lane.
+Where the CPU scores nothing (HybridGen in mode pre, InfiniGen), partial keys on the accelerator choose, and rows of K
+of the chosen keys come, too, for scores of the early query or of the true one. What is selected and what it weighs is
+as `select/` has it (`FarSelector`); steps of other forms answer each query by itself, with a mask over all keys. Here
+there is no mask, and the host waits for nothing but the CPU's scores, or where predictions say how many keys are chosen
+for that number. Layers that do not look ahead attend all keys exactly, each tier by its lane.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,6 +62,7 @@ class EarlyDecode:
         threads: who scores on the CPU.
         num_near: newest keys before a query's own that are near.
         max_requests: whose near rows are on the accelerator, at most.
+        max_scored: far keys of a step that the CPU scores, at most; 0: it scores none.
         is_timed: stages are timed.
     """
 
@@ -74,6 +76,7 @@ class EarlyDecode:
         *,
         num_near: int,
         max_requests: int,
+        max_scored: int,
         is_timed: bool,
     ) -> None:
         pool = exact.pools[Tier.GPU]
@@ -93,7 +96,7 @@ class EarlyDecode:
             dtype=pool.k.dtype,
             device=pool.device,
             threads=threads,
-            max_keys=row_store.max_rows,
+            max_keys=max_scored,
             memory=row_store.home.memory,
         )
         self.requests = EarlyRequests(
@@ -153,7 +156,7 @@ class EarlyDecode:
             max_far: far keys of all requests together, at most.
         Returns:
             None if it has not, or there is no memory for rows: then nothing has changed.
-        Cost: as `begin`; the first step in mode pre behind others brings what partial keys lack.
+        Cost: as `begin`, and that of `EarlyRequests.plan_fixed`.
         """
         form = self.requests.find_form(works, max_far=max_far)
         rows = None if form is None else self.requests.prepare_rows(works)
@@ -163,14 +166,17 @@ class EarlyDecode:
         self.requests.begin(requests, works, rows)
         return self.requests.plan_fixed(form)
 
-    def finish_fixed(self, read_times: Callable[[], StageTimes] | None) -> None:
+    def finish_fixed(self, read_times: Callable[[], StageTimes] | None, read_chosen: Callable[[], int] | None) -> None:
         """Launch: the step that was planned has been launched; keep its rows.
 
         Args:
             read_times: tells the times of its stages once it has ended; None: nobody timed them.
+            read_chosen: see `EarlyRequests.expect_chosen`; None: the plan has counted all.
         """
         self.requests.keep_new()
         self._read_fixed = read_times
+        if read_chosen is not None:
+            self.requests.expect_chosen(read_chosen)
 
     def set_num_threads(self, num_threads: int) -> None:
         """How many threads score from now on; no step is under way."""
@@ -216,7 +222,8 @@ class EarlyDecode:
             watch: is told what each row attended in a layer that looks ahead.
         Returns:
             [B, Hq, D] in the dtype of q.
-        Cost: some 11 launches a layer and request; the host waits for the CPU's scores, once a layer.
+        Cost: some 11 launches a layer and request; the host waits for the CPU's scores, once a layer, and with `alpha`
+            for the device, once a layer and request.
         """
         q, make_k = self.requests.near.add(layer_idx, q, k, v, angles)
         self._ask_ahead(layer_idx, angles)

@@ -1,7 +1,7 @@
-"""`EarlyAttention`: the attention of a decode step of fixed form under HybridGen; its keys: see `early_decode.py`.
+"""`EarlyAttention`: the attention of a decode step of fixed form with early queries; its keys: see `early_decode.py`.
 
     ScoredFar     the CPU scores all far keys with the early query, a layer ahead; the accelerator chooses by that
-    PredictedFar  the accelerator chooses by partial keys, and scores what it chose itself, with the early query, too
+    PredictedFar  the accelerator chooses by partial keys, and scores what it chose itself, with either query
 
 Layers that do not look ahead attend all keys.
 """
@@ -16,7 +16,7 @@ from ambidex.attention.fixed_scores import FixedScores
 from ambidex.attention.near_rows import Angles, NearRows
 from ambidex.core.model_spec import ModelSpec
 from ambidex.kernels import api
-from ambidex.kernels.early_rows import EarlyRows, PartialRows
+from ambidex.kernels.early_rows import AlphaCount, EarlyRows, PartialRows
 from ambidex.storage.lane_clock import LaneClock, Part
 
 
@@ -75,6 +75,8 @@ class PredictedFar:
     Args:
         partial: gives the partial keys of a layer.
         max_far: far keys of a step, at most.
+        weighs_early: chosen far keys get the early query's scores; else the query's own.
+        count: by what a layer counts how many it chooses; None: it chooses as many as each request says.
         clock: is told for how long rows are on their way and added up; None: nobody is.
     Others as `ScoredFar`.
     """
@@ -86,12 +88,16 @@ class PredictedFar:
         *,
         max_far: int,
         scale: float,
+        weighs_early: bool,
+        count: Callable[[int], AlphaCount] | None,
         clock: LaneClock | None,
     ) -> None:
         self._partial = partial
         self._rows = rows
         self._max_far = max_far
         self._scale = scale
+        self._weighs_early = weighs_early
+        self._count = count
         self._clock = clock
         self._early: dict[int, Tensor] = {}
 
@@ -101,11 +107,13 @@ class PredictedFar:
     def attend(self, layer_idx: int, q: Tensor, near_k: Tensor, near_v: Tensor) -> Tensor:
         early = self._early.pop(layer_idx)
         cut = api.predict_far(
-            early, near_k, self._rows, self._partial(layer_idx), max_far=self._max_far, scale=self._scale
-        )
+            early, near_k, self._rows, self._partial(layer_idx), max_far=self._max_far, scale=self._scale,
+            count=None if self._count is None else self._count(layer_idx),
+        )  # fmt: skip
+        weighing = early if self._weighs_early else q
         with _copying(self._clock):
             return api.attend_predicted(
-                q, early, near_k, near_v, cut, self._rows, layer_idx=layer_idx, scale=self._scale
+                q, weighing, near_k, near_v, cut, self._rows, layer_idx=layer_idx, scale=self._scale
             )
 
 

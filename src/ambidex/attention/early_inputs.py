@@ -1,4 +1,5 @@
-"""`EarlyInputs`: what a step of fixed form with early queries reads of its requests, at fixed places in memory."""
+"""What a step of fixed form with early queries reads of its requests, and what it counts itself, at fixed places in
+memory: `EarlyInputs`, `ChosenCounts`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -6,7 +7,7 @@ from dataclasses import fields
 import torch
 
 from ambidex.attention.select.partial_keys import PartialKeys
-from ambidex.kernels.early_rows import EarlyRows, PartialRows
+from ambidex.kernels.early_rows import AlphaCount, EarlyRows, PartialRows
 
 _NAMES = tuple(item.name for item in fields(EarlyRows))
 _PARTIAL_NAMES = ("rows_address", "turn_address", "capacity")
@@ -14,6 +15,8 @@ _PADDING = {"near_slots": -1}
 """What padding has; 0 otherwise."""
 _ALIGNED_ROWS = 2
 """Numbers of 8 bytes in 16: kernels are compiled for aligned pointers."""
+_ALIGNED_COUNTS = 4
+"""Of 4 bytes, likewise."""
 
 
 class EarlyInputs:
@@ -73,6 +76,28 @@ class EarlyInputs:
         self._device.copy_(self._host, non_blocking=True)
         if self._sent is not None:
             self._sent.record()
+
+
+class ChosenCounts:
+    """How many far keys each KV head chose, of each request and layer of the last step.
+
+    Args: as of `EarlyInputs`.
+    """
+
+    def __init__(self, *, max_rows: int, num_layers: int, device: torch.device) -> None:
+        num_columns = -(-max_rows // _ALIGNED_COUNTS) * _ALIGNED_COUNTS
+        self._counts = torch.zeros(num_layers, num_columns, dtype=torch.int32, device=device)
+
+    def of_layer(self, layer_idx: int, num_rows: int, alpha: float) -> AlphaCount:
+        """What a step of `num_rows` rows counts by in a layer; a view that stays where it is."""
+        return AlphaCount(alpha=alpha, num_chosen=self._counts[layer_idx, :num_rows])
+
+    def total(self, num_rows: int, first_layer: int) -> int:
+        """Over the requests of a step and its layers from one on.
+
+        Cost: waits for the device.
+        """
+        return int(self._counts[first_layer:, :num_rows].sum())
 
 
 def _first_partial(layer_idx: int) -> int:

@@ -1,10 +1,10 @@
-"""`EarlyRequests`: the requests of a step of HybridGen's fast form, their near and far rows, and what is read of them.
+"""`EarlyRequests`: the requests of a step of the fast form, their near and far rows, and what is read of them.
 
     near rows   on the accelerator (`NearRows`)                                          ┐ counted as they are read,
     far rows    in host memory (`RowStore`); told to selectors that have not seen them   ┘ copies of them timed
 
-A step of fixed form is planned here as a whole: it reads what `FixedPlan` says, and nobody counts while it runs. How
-queries are answered is the affair of `early_decode.py`.
+A step of fixed form is planned here as a whole: it reads what `FixedPlan` says, and nobody counts while it runs; what
+only the step itself finds out is asked for behind it. How queries are answered is the affair of `early_decode.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,12 +46,15 @@ class EarlyWork(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedForm:
     """What a step of fixed form needs to know of its requests: the first layer that looks ahead; of each request the
-    far keys and those of them that are selected; whether the CPU scores."""
+    far keys and how many of them are selected, at most if `alpha` is given (see `FarSelector`); whether the CPU scores,
+    and whether far keys are weighed by early scores."""
 
     first_layer: int
     num_far: Sequence[int]
     num_selected: Sequence[int]
+    alpha: float | None
     is_scored: bool
+    weighs_early: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,7 @@ class FixedPlan:
     """A step of fixed form, whose rows are ready: what the CPU scores, if it does; and for `EarlyInputs` the numbers of
     its requests, and by layer the partial keys by which they choose, if they do."""
 
+    form: FixedForm
     far: FarRows
     numbers: Mapping[str, Sequence[int]]
     partial: Mapping[int, Sequence[PartialKeys]]
@@ -106,6 +110,7 @@ class EarlyRequests:
         """Rows of K or V read since `clear`, on the accelerator and in host memory, without those of exact layers."""
         self.num_attended = self.num_visible = 0
         """Keys, over query heads and layers, since `clear`."""
+        self._read_chosen: Callable[[], int] | None = None
 
     def clear(self) -> None:
         """Count anew, for another step."""
@@ -113,6 +118,7 @@ class EarlyRequests:
         self.works, self.rows = (), ()
         self.num_bytes = self.num_attended = self.num_visible = 0
         self.num_rows = [0, 0]
+        self._read_chosen = None
 
     def prepare_rows(self, works: Sequence[EarlyWork]) -> list[HostRows] | None:
         """Rows in host memory of each request, up to its new one; None: there is no memory for those of one.
@@ -151,27 +157,35 @@ class EarlyRequests:
             return None
         is_scored = far[0].scores_all
         assert all(selector.scores_all is is_scored for selector in far), "all requests are in one mode"
-        num_selected = [min(selector.num_selected, num) for selector, num in zip(far, num_far, strict=True)]
-        return FixedForm(first_layer=first, num_far=num_far, num_selected=num_selected, is_scored=is_scored)
+        return FixedForm(
+            first_layer=first,
+            num_far=num_far,
+            num_selected=[min(selector.num_selected, num) for selector, num in zip(far, num_far, strict=True)],
+            alpha=far[0].alpha,
+            is_scored=is_scored,
+            weighs_early=far[0].weighs_early,
+        )
 
     def plan_fixed(self, form: FixedForm) -> FixedPlan:
-        """Plan the step that has begun, and count all that it will read.
+        """Plan the step that has begun, and count all that it will read, but for chosen rows if the step itself counts
+        these: see `expect_chosen`.
 
-        Cost: the first step in mode pre behind others brings what partial keys lack.
+        Cost: the first step that predicts behind others which do not brings what partial keys lack.
         """
         num_kv_heads, num_q_heads = self._spec.num_kv_heads, self._spec.num_q_heads
         works, num_far, first = self.works, form.num_far, form.first_layer
         layers = range(0) if form.is_scored else range(first, self._spec.num_layers)
         partial = {layer: self._extend_partial(layer, num_far) for layer in layers}
         num_layers = self._spec.num_layers - first
-        for work, num, chosen in zip(works, num_far, form.num_selected, strict=True):
-            num_near = work.start + 1 - num
+        for work, num, most in zip(works, num_far, form.num_selected, strict=True):
+            num_near, chosen = work.start + 1 - num, most if form.alpha is None else 0
             self.num_rows[0] += num_layers * 2 * num_kv_heads * num_near
             self.num_rows[1] += num_layers * num_kv_heads * (chosen + (num if form.is_scored else chosen))
             self.num_visible += num_q_heads * self._spec.num_layers * (work.start + 1)
             self.num_attended += num_q_heads * (first * (work.start + 1) + num_layers * (chosen + num_near))
         places = range(len(works))
         return FixedPlan(
+            form=form,
             far=FarRows(self.rows, num_far, first, is_scored=form.is_scored),
             partial=partial,
             numbers={
@@ -186,6 +200,24 @@ class EarlyRequests:
                 "capacity": [part.capacity for part in self.rows],
             },
         )
+
+    def expect_chosen(self, read: Callable[[], int]) -> None:
+        """The step that was planned counts itself how many far keys a KV head chooses.
+
+        Args:
+            read: tells how many, over all requests and layers, once the step has ended.
+        """
+        self._read_chosen = read
+
+    def count_chosen(self) -> None:
+        """Count what the step itself has counted.
+
+        Cost: waits for the device, once a step.
+        """
+        if self._read_chosen is not None:
+            num_chosen, self._read_chosen = self._read_chosen(), None
+            self.num_rows[1] += 2 * self._spec.num_kv_heads * num_chosen
+            self.num_attended += self._spec.num_q_heads * num_chosen
 
     def find_far(self, layer_idx: int) -> list[FarSelector]:
         """The selectors of a layer that looks ahead, one for each request; none of one that does not."""

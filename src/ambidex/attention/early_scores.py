@@ -53,7 +53,7 @@ class EarlyScores:
         dtype: of the keys, in which scores leave the CPU, too.
         device: the accelerator.
         threads: who scores.
-        max_keys: of all rows of a step together.
+        max_keys: of all rows of a step together; 0: nothing is ever asked for.
         memory: who is asked to pin the buffers of scores.
 
     Attributes:
@@ -77,15 +77,16 @@ class EarlyScores:
         self._shape = shape
         self._device = device
         self._is_cuda = device.type == "cuda"
-        self._thread: ScoreThread | None = ScoreThread(ScorePool(threads), limit_s=WAIT_LIMIT_S)
+        self._thread = ScoreThread(ScorePool(threads), limit_s=WAIT_LIMIT_S) if max_keys else None
         self._pending: dict[int, _Pending] = {}
         self.scores = self.scores_there = torch.empty(SCORE_BUFFERS, self._num_heads * max_keys, dtype=dtype)
         self._turns = [_Turn(part, torch.empty(0), torch.empty(0)) for part in self.scores]
         self._stream_words = StreamWords()
         self._words = torch.zeros(SCORE_BUFFERS, WORD_STRIDE, dtype=torch.int32, pin_memory=self._is_cuda)
         self._host_words = self._words.numpy()  # the same memory
-        self.pin_refusal = memory.pin(self.scores, self) if self._is_cuda else None
-        if self._is_cuda and self.pin_refusal is None:
+        is_pinned = self._is_cuda and max_keys > 0
+        self.pin_refusal = memory.pin(self.scores, self) if is_pinned else None
+        if is_pinned and self.pin_refusal is None:
             self.scores_there = view_on_gpu(self.scores)
         self.cpu_s = self.wait_s = 0.0
 
@@ -164,8 +165,9 @@ class EarlyScores:
         return scores.to(self._device, non_blocking=self._is_cuda)
 
     def set_num_threads(self, num_threads: int) -> None:
-        """Score with threads of its own from now on; no question is open."""
-        self._thread = ScoreThread(ScorePool(ThreadPool(num_threads)), limit_s=WAIT_LIMIT_S)
+        """Score with threads of its own from now on, if anything is scored; no question is open."""
+        if self._thread is not None:
+            self._thread = ScoreThread(ScorePool(ThreadPool(num_threads)), limit_s=WAIT_LIMIT_S)
 
     def close(self) -> None:
         """End the thread, once what it was asked for has its answer; nothing can be asked for any more."""
@@ -175,5 +177,5 @@ class EarlyScores:
     def thread(self) -> ScoreThread:
         """Who scores."""
         if self._thread is None:
-            raise InternalError("early scores were asked for after the engine was closed")
+            raise InternalError("early scores were asked for of a policy without, or after the engine was closed")
         return self._thread

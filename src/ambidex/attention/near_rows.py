@@ -156,6 +156,8 @@ class NearRows:
         if near is None:
             near = self._kept[request.request_id] = _Near(self._free.pop(), 0, 0)
         near.base, near.next_position = max(0, start - self._num_near), start + 1
+        if near.base == start:
+            return near
         for own, part in ((self.k, rows.k_there), (self.v, rows.v_there)):
             own[:, :, near.slot, : start - near.base] = part[:, :, near.base : start]
         return near

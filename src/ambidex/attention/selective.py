@@ -97,6 +97,7 @@ class SelectiveAttention:
         """
         parts = [self._exact.lane_bytes, self._rows.lane_bytes()]
         if self._is_early and self._early is not None:
+            self._early.requests.count_chosen()
             parts += [
                 self._rows.bytes_of(self._early.requests.num_rows),
                 self._early.lane_bytes,
@@ -115,6 +116,7 @@ class SelectiveAttention:
         Cost: waits for the device.
         """
         if self._is_early and self._early is not None:
+            self._early.requests.count_chosen()
             num_choices = self._spec.num_layers * self._spec.num_q_heads * len(self._works)
             return SelectionFigures(
                 num_choices=num_choices,
@@ -242,20 +244,25 @@ class SelectiveAttention:
             self._works, self._num_tokens, self._is_early = works, len(works), True
         return plan
 
-    def finish_fixed(self, read_times: Callable[[], StageTimes] | None = None) -> None:
+    def finish_fixed(
+        self,
+        read_times: Callable[[], StageTimes] | None = None,
+        read_chosen: Callable[[], int] | None = None,
+    ) -> None:
         """Launch: keep what the step that was planned has given; it was launched as a whole.
 
         Args:
-            read_times: see `EarlyDecode.finish_fixed`.
+            read_times, read_chosen: see `EarlyDecode.finish_fixed`.
         """
         assert self._early is not None, "a step was planned"
-        self._early.finish_fixed(read_times)
+        self._early.finish_fixed(read_times, read_chosen)
         self._states.commit(self._works)
 
     @property
     def fixed_lane_bytes(self) -> dict[Lane, int]:
         """Bytes that a step of fixed form read in layers that look ahead; see `lane_bytes`."""
         assert self._early is not None, "a step was planned"
+        self._early.requests.count_chosen()
         read = dict(self._rows.bytes_of(self._early.requests.num_rows))
         read[Lane.GPU] = read.get(Lane.GPU, 0) + self._early.requests.num_bytes
         return read

@@ -215,8 +215,9 @@ class StreamBuffers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptRows:
-    """What a policy keeps of K and V beside their blocks: rows of each token in host memory; with `num_q_heads`, there,
-    too, early scores of as many heads, and on the accelerator the `num_near` newest rows of each request."""
+    """What a policy keeps of K and V beside their blocks: rows of each token in host memory; with `num_q_heads`, which
+    is that of a policy that looks ahead, on the accelerator the `num_near` newest rows of each request, and scores of
+    as many heads; and if the CPU makes these early, likewise in host memory."""
 
     num_layers: int
     num_kv_heads: int
@@ -225,6 +226,8 @@ class KeptRows:
     """Of a number of the rows, and of a score on its way to the accelerator."""
     num_q_heads: int = 0
     num_near: int = 0
+    is_scored: bool = True
+    """The CPU makes early scores of far keys; else they are predicted on the accelerator alone."""
     is_fixed: bool = False
     """Decode steps have a fixed form, which holds the scores of all its requests at once."""
 
@@ -236,15 +239,20 @@ class KeptRows:
     @property
     def score_bytes(self) -> int:
         """Bytes of a token's early scores in host memory, in all buffers."""
-        return SCORE_BUFFERS * self.num_q_heads * self.number_bytes
+        return SCORE_BUFFERS * self._score_row_bytes
+
+    @property
+    def _score_row_bytes(self) -> int:
+        """Bytes of a token's early scores, as the CPU makes them."""
+        return self.num_q_heads * self.number_bytes if self.is_scored else 0
 
     def gpu_bytes(self, num_requests: int, max_context_len: int) -> int:
-        """Bytes on the accelerator: near rows of so many requests, and the early scores of one, as they come and in
-        fp32; those of a step of fixed form besides."""
+        """Bytes on the accelerator: near rows of so many requests, and the scores of one, as they come from the CPU and
+        in fp32; those of a step of fixed form besides."""
         if not self.num_q_heads:
             return 0
         near = num_near_rows(self.num_near) * 2 * self.num_layers * self.part_bytes_per_layer
-        scores = max_context_len * self.num_q_heads * (self.number_bytes + DType.FP32.num_bytes)
+        scores = max_context_len * (self._score_row_bytes + self.num_q_heads * DType.FP32.num_bytes)
         fixed = self.max_fixed_keys(num_requests, max_context_len) * self._fixed_key_bytes
         return num_requests * near + scores + fixed
 
@@ -257,8 +265,8 @@ class KeptRows:
 
     @property
     def _fixed_key_bytes(self) -> int:
-        """Bytes of a key in such steps: its scores, and a number of 4 bytes of each KV head."""
-        return self.num_q_heads * self.number_bytes + self.num_kv_heads * DType.FP32.num_bytes
+        """Bytes of a key in such steps: its scores, if the CPU makes them, and a number of 4 bytes of each KV head."""
+        return self._score_row_bytes + self.num_kv_heads * DType.FP32.num_bytes
 
 
 PREDICTOR_QUERIES: Final = 512
@@ -300,8 +308,9 @@ def num_partial_columns(head_dim: int, percent: int) -> int:
 
 
 def num_near_rows(num_near: int) -> int:
-    """Rows of a buffer of near rows: those before a step's own, that one, and room for the steps to come."""
-    return num_near + 1 + NEAR_SLACK
+    """Rows of a buffer of near rows: those before a step's own, that one, and room for the steps to come; where there
+    are none before it, nothing is ever moved, and nothing needs room."""
+    return num_near + 1 + (NEAR_SLACK if num_near else 0)
 
 
 def scan_bytes_per_block(spec: KVSpec) -> int:

@@ -33,6 +33,12 @@ class PolicyName(StrEnum):
         """Every key is attended: answers are those of `exact` up to rounding, and caches may be shared."""
         return self in (PolicyName.EXACT, *LANE_PRESETS)
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Keys are chosen by queries made a layer early: decode steps have a form that is made for speed
+        (`attention/early_decode.py`)."""
+        return self in (PolicyName.INFINIGEN, PolicyName.HYBRIDGEN)
+
 
 class H2OForm(StrEnum):
     """Which of the authors' programs is followed. `auto`: flexgen."""

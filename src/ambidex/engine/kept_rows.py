@@ -22,17 +22,17 @@ def choose_kept_rows(
 ) -> tuple[KeptRows | None, str]:
     """The rows that the engine's policy keeps, and why; None: it reads K and V from the blocks.
 
-    Beside a GPU all policies that choose keys step by step read what they chose from rows, HybridGen everywhere. Rows
-    need one floating format on both tiers, and a part of the DRAM budget.
+    Beside a GPU all policies that choose keys step by step read what they chose from rows, those that look ahead
+    everywhere. Rows need one floating format on both tiers, and a part of the DRAM budget.
 
     Args:
         kv: the KV cache as each tier keeps it.
         is_native: the policy has a native form, which has copies of its own.
-        is_fixed: decode steps of HybridGen have a fixed form.
+        is_fixed: decode steps of policies that look ahead have a fixed form.
     """
-    is_hybridgen = settings.name is PolicyName.HYBRIDGEN
+    is_early, is_scored = settings.name.looks_ahead, _may_score(settings)
     formats = {tier.dtypes for tier in kv.values()}
-    if settings.is_exact or is_native or not (is_hybridgen or is_cuda):
+    if settings.is_exact or is_native or not (is_early or is_cuda):
         return None, "K and V are read from the blocks"
     if config.dram_memory == 0:
         return None, "K and V are read from the blocks: `dram_memory` is 0"
@@ -43,11 +43,23 @@ def choose_kept_rows(
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         number_bytes=formats.pop().k.num_bytes,
-        num_q_heads=spec.num_q_heads if is_hybridgen else 0,
+        num_q_heads=spec.num_q_heads if is_early else 0,
         num_near=settings.near_tokens or 0,
-        is_fixed=is_hybridgen and is_fixed,
+        is_scored=is_scored,
+        is_fixed=is_early and is_fixed,
     )
-    return rows, "the CPU scores them, and chosen ones are read there" if is_hybridgen else "chosen ones are read there"
+    return rows, "the CPU scores them, and chosen ones are read there" if is_scored else "chosen ones are read there"
+
+
+def _may_score(settings: PolicySettings) -> bool:
+    """Whether the CPU makes early scores of far keys: HybridGen has it do so in mode post, and feedback may take that
+    mode at any step."""
+    is_post = settings.hybridgen_mode is not HybridGenMode.PRE
+    return settings.name is PolicyName.HYBRIDGEN and (is_post or _is_steered(settings))
+
+
+def _is_steered(settings: PolicySettings) -> bool:
+    return settings.hybridgen_feedback not in (None, HybridGenFeedback.OFF)
 
 
 def choose_predictor_state(spec: ModelSpec, settings: PolicySettings) -> PredictorState | None:
@@ -59,8 +71,7 @@ def choose_predictor_state(spec: ModelSpec, settings: PolicySettings) -> Predict
         case PolicyName.INFINIGEN:
             has_predictor = True
         case PolicyName.HYBRIDGEN:
-            is_steered = settings.hybridgen_feedback not in (None, HybridGenFeedback.OFF)
-            has_predictor = is_steered or settings.hybridgen_mode is HybridGenMode.PRE
+            has_predictor = _is_steered(settings) or settings.hybridgen_mode is HybridGenMode.PRE
         case _:
             has_predictor = False
     if not has_predictor:
@@ -76,7 +87,7 @@ def choose_predictor_state(spec: ModelSpec, settings: PolicySettings) -> Predict
 
 
 def why_no_early_steps(config: EngineConfig, kv: Mapping[Tier, KVSpec]) -> str | None:
-    """Why decode steps of HybridGen have no fixed form; None if they may have it.
+    """Why decode steps of policies that look ahead have no fixed form; None if they may have it.
 
     Args:
         kv: the KV cache as each tier keeps it.

@@ -32,7 +32,7 @@ def policy_rows(
         why = f"decode steps attend all keys, those in DRAM {lane}; weights in DRAM travel in every step"
     elif settings.is_exact:
         why = "decode steps attend all keys"
-    elif settings.name is PolicyName.HYBRIDGEN and is_fixed:
+    elif settings.name.looks_ahead and is_fixed:
         why = "decode steps attend near keys and the far ones that scores made a layer ahead put first"
     elif settings.name is PolicyName.BOUNDED:
         why = bounded.why

@@ -1,4 +1,4 @@
-"""`EarlyAnswers`: what the CPU does in a step of fixed form under HybridGen, in the order in which it is asked."""
+"""`EarlyAnswers`: what the CPU does in a step of fixed form with early queries, in the order in which it is asked."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

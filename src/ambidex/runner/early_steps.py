@@ -1,9 +1,10 @@
-"""`EarlySteps`: decode steps of HybridGen in a few fixed sizes (buckets), each captured once as a CUDA graph.
+"""`EarlySteps`: decode steps of policies that look ahead (HybridGen, InfiniGen) in a few fixed sizes (buckets), each
+captured once as a CUDA graph.
 
 A step has this form if each request has one new token whose block lies on the accelerator
 (`attention/early_decode.py`). How many far keys there are, how many are chosen and where rows lie is read on the
-device, so that neither a longer context nor another number of selected keys needs another graph. Each mode has graphs
-of its own.
+device, or counted there, so that neither a longer context nor another number of selected keys needs another graph. Each
+mode has graphs of its own.
 
     accelerator   one graph, with its waits for words of pinned memory (`attention/early_fixed.py`)
     CPU           behind its launch, layer after layer: attention over keys in DRAM in the layers that attend all,
@@ -25,7 +26,7 @@ import torch
 from ambidex.attention.decode_batch import DecodeBatch
 from ambidex.attention.decode_inputs import DecodeInputs
 from ambidex.attention.early_fixed import EarlyAttention, FarSide, PredictedFar, ScoredFar
-from ambidex.attention.early_inputs import EarlyInputs
+from ambidex.attention.early_inputs import ChosenCounts, EarlyInputs
 from ambidex.attention.early_requests import FixedPlan
 from ambidex.attention.fixed_scores import FixedScores
 from ambidex.attention.handover import Handover
@@ -89,7 +90,7 @@ class EarlySteps:
         max_far: int,
         capture: Capture | None,
     ) -> None:
-        assert selective.early is not None, "HybridGen has its fast form"
+        assert selective.early is not None, "the policy has its fast form"
         pool, dram = pools[Tier.GPU], pools[Tier.DRAM]
         self._model, self._spec, self._forward = model, spec, forward
         self._pools = dict(pools)
@@ -109,6 +110,7 @@ class EarlySteps:
         )
         self._batch = DecodeBatch(self._inputs, block_size=pool.spec.block_size, has_cpu_lane=self._dram is not None)
         self._early_inputs = EarlyInputs(max_rows=max_rows, num_layers=spec.num_layers, device=device)
+        self._chosen_counts = ChosenCounts(max_rows=max_rows, num_layers=spec.num_layers, device=device)
         self._logits = torch.empty(max_rows, spec.vocab_size, dtype=torch.float32, device=device)
         self._chosen = torch.empty(max_rows, dtype=torch.int64, device=device)
         self._all_rows = torch.arange(max_rows, device=device)
@@ -158,12 +160,15 @@ class EarlySteps:
         is_replayed = self._run(num_rows, plan)
         if is_replayed is None:
             return None
-        self._selective.finish_fixed(None if self._times is None else partial(self._read_times, self._times, num_rows))
-        lane_bytes = self._lane_bytes(plan.far.first_layer)
+        first_layer = plan.form.first_layer
+        self._selective.finish_fixed(
+            None if self._times is None else partial(self._read_times, self._times, num_rows),
+            None if plan.form.alpha is None else partial(self._chosen_counts.total, num_rows, first_layer),
+        )
         return DecodeOutput(
             logits=self._logits[:num],
             chosen=self._chosen[:num],
-            lane_bytes=lambda: lane_bytes,
+            lane_bytes=lambda: self._lane_bytes(first_layer),
             is_replayed=is_replayed,
             selection=lambda: self._selective.selection,
         )
@@ -315,12 +320,14 @@ class EarlySteps:
         rows, scale = self._early_inputs.device(num_rows), self._spec.head_dim**-0.5
         if plan.far.is_scored:
             return ScoredFar(host.scores, rows, scale=scale, clock=self._clock)
-        num_columns = plan.partial[plan.far.first_layer][0].num_columns
+        num_columns, alpha = plan.partial[plan.form.first_layer][0].num_columns, plan.form.alpha
         return PredictedFar(
             lambda layer_idx: self._early_inputs.partial(num_rows, layer_idx, num_columns),
             rows,
             max_far=self._max_far,
             scale=scale,
+            weighs_early=plan.form.weighs_early,
+            count=None if alpha is None else lambda layer_idx: self._chosen_counts.of_layer(layer_idx, num_rows, alpha),
             clock=self._clock,
         )
 

@@ -110,7 +110,9 @@ class _AfterScores(Selector):
     """Post: all far keys are scored first."""
 
     keeps_rows: ClassVar[bool] = False
+    weighs_early: ClassVar[bool] = True
     scores_all: ClassVar[bool] = True
+    alpha: ClassVar[float | None] = None
 
     def __init__(self, num_kv_heads: int, *, num_selected: int, num_near: int) -> None:
         self._num_kv_heads = num_kv_heads
@@ -140,7 +142,8 @@ class _AfterScores(Selector):
 class _BeforeScores(Predicting):
     """Pre: a predictor selects, then only what is selected is scored."""
 
-    keeps_rows: ClassVar[bool] = True
+    weighs_early: ClassVar[bool] = True
+    alpha: ClassVar[float | None] = None
 
     @property
     def scores_all(self) -> bool:
@@ -153,8 +156,7 @@ class _BeforeScores(Predicting):
     def __init__(
         self, percent: int, request: PolicyRequest, *, num_kv_heads: int, num_selected: int, num_near: int
     ) -> None:
-        super().__init__(percent, request)
-        self._num_kv_heads = num_kv_heads
+        super().__init__(percent, request, num_kv_heads=num_kv_heads)
         self._num_selected = num_selected
         self._num_near = num_near
 
@@ -175,19 +177,17 @@ class _BeforeScores(Predicting):
 
     def _choose_before(self, row: DecodeRow, num_far: int, num_selected: int) -> tuple[Tensor, Tensor]:
         assert row.stale_q is not None, "a layer before this one has been attended"
-        predicted = max_groups(self.predict(row)[:, :num_far], self._num_kv_heads)  # [Hkv, far]
+        predicted = self.predict_groups(row)[:, :num_far]
         places = predicted.topk(min(num_selected, num_far), dim=1, sorted=False).indices
-        early = row.stale_q.view(self._num_kv_heads, -1, row.q.shape[1]) @ row.take_keys(places).transpose(1, 2)
-        return places, early * row.scale
+        return places, self.weigh(row, row.stale_q, places)
 
     def _select_before(self, row: DecodeRow, num_far: int, num_selected: int) -> Selection:
         assert row.stale_q is not None, "a layer before this one has been attended"
-        predicted = max_groups(self.predict(row)[:, :num_far], self._num_kv_heads)  # [Hkv, far]
-        selected = top_mask(predicted, num_selected)
+        selected = top_mask(self.predict_groups(row)[:, :num_far], num_selected)
         places, _ = find_places(selected)  # [Hkv, K], no padding: each head selects as many
-        early = row.stale_q.view(self._num_kv_heads, -1, row.q.shape[1]) @ row.take_keys(places).transpose(1, 2)
+        early = self.weigh(row, row.stale_q, places)
         scores = torch.zeros((*early.shape[:2], num_far), dtype=early.dtype, device=early.device)
-        scores.scatter_(2, places[:, None].expand(early.shape), early * row.scale)
+        scores.scatter_(2, places[:, None].expand(early.shape), early)
         return _join(selected, scores.flatten(0, 1), row.num_keys)
 
 

@@ -162,18 +162,23 @@ class FarSelector(Protocol):
     """A selector that can also choose without a mask: all near keys, and so many of the far ones, which come first.
 
     `keeps_rows`: it must be told of K and V of new tokens, at the latest when its next choice is not made by scores of
-    all far keys. `scores_all`: its next choice is made by scores of all far
-    keys. `num_selected`: so many of them each KV head chooses then, at most: those with the largest score of its query
-    heads.
+    all far keys. `weighs_early`: the far keys that it chooses get the early query's scores; else the query's own.
+    `scores_all`: its next choice is made by scores of all far keys. `num_selected`: so many of them each KV head
+    chooses then, at most: those with the largest score of its query heads. `alpha`: as many as, in the mean over the KV
+    heads, are predicted above a head's best − alpha, rounded down, if these are fewer; None: that is not counted.
     """
 
     keeps_rows: ClassVar[bool]
+    weighs_early: ClassVar[bool]
 
     @property
     def scores_all(self) -> bool: ...
 
     @property
     def num_selected(self) -> int: ...
+
+    @property
+    def alpha(self) -> float | None: ...
 
     def num_far(self, num_keys: int) -> int:
         """Far keys of a query that sees `num_keys`, its own included."""

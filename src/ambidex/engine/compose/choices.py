@@ -159,7 +159,7 @@ def make_choices(
     has_row_ops = is_cuda or form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
     kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
     bounded = choose_bounded_form(config, kv.specs, why_ordinary=form_why if form is DecodeForm.ORDINARY else None)
-    is_early = config.policy is PolicyName.HYBRIDGEN
+    is_early = config.policy.looks_ahead
     if is_early and form in (DecodeForm.FIXED, DecodeForm.CAPTURED):
         why_not = why_no_early_steps(config, kv.specs)
         if why_not is not None:
@@ -218,7 +218,8 @@ def make_choices(
     if weights.placement is not None:
         check_placement(config, looks_ahead=Need.LOOK_AHEAD in policy.needs, placement=weights.placement)
         if is_early and form in (DecodeForm.FIXED, DecodeForm.CAPTURED):
-            form, form_why = DecodeForm.ORDINARY, "steps of policy hybridgen are launched op by op: weights lie in DRAM"
+            form_why = f"steps of policy {config.policy} are launched op by op: weights lie in DRAM"
+            form = DecodeForm.ORDINARY
 
     def plan(tier: CxlTier) -> MemoryPlan:
         return plan_memory(
@@ -274,7 +275,7 @@ def _choose_decode_form(
     config: EngineConfig, spec: ModelSpec, device: torch.device, threads: ThreadPool | None
 ) -> tuple[DecodeForm, str]:
     """How decode steps run, and the reason."""
-    is_early = config.policy is PolicyName.HYBRIDGEN
+    is_early = config.policy.looks_ahead
     if not config.policy.attends_all and config.policy is not PolicyName.BOUNDED and not is_early:
         return DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
     if spec.alibi_slopes is not None:

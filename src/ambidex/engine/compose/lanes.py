@@ -124,8 +124,9 @@ def find_no_stream(choices: Choices, pools: Mapping[Tier, KVPool]) -> str | None
         return "there is no GPU that could read DRAM over a link"
     if choices.decode_form is not DecodeForm.CAPTURED:
         return f"decode steps are not captured: {choices.decode_form_why}"
-    if choices.policy.settings.name is PolicyName.HYBRIDGEN:
-        return "policy hybridgen has the link for scores and chosen rows"
+    name = choices.policy.settings.name
+    if name.looks_ahead:
+        return f"policy {name} has the link for chosen rows"
     dtypes = choices.kv.specs[Tier.DRAM].dtypes
     if choices.bounded.is_native and dtypes.k.has_scales:
         return f"the accelerator has no bounded scan of keys in {dtypes}"

@@ -87,7 +87,7 @@ def make_decode_steps(
         )
     if choices.decode_form is DecodeForm.ORDINARY or pools[Tier.GPU].num_blocks == 0:
         return None
-    if choices.policy.settings.name is PolicyName.HYBRIDGEN:  # its steps are made with its attention
+    if choices.policy.settings.name.looks_ahead:  # its steps are made with its attention
         return None
     return DecodeSteps(
         model=model,
@@ -120,7 +120,7 @@ def make_early_steps(
     forward: Forward,
     capture: Callable[[], Capture],
 ) -> EarlySteps | None:
-    """HybridGen's decode steps of fixed form; None: another policy, or they are launched op by op; see
+    """Decode steps of fixed form of policies that look ahead; None: another policy, or they are launched op by op; see
     `why_no_early_pools`."""
     rows, max_rows = choices.rows, most_requests(config)
     is_fixed = choices.decode_form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
@@ -128,7 +128,7 @@ def make_early_steps(
         return None
     if why_no_early_pools(attention) is not None:
         return None
-    assert rows is not None, "HybridGen's fast form keeps rows"
+    assert rows is not None, "the fast form keeps rows"
     assert choices.memory.max_kept_rows is not None, "likewise"
     return EarlySteps(
         model=model,
@@ -147,7 +147,8 @@ def make_early_steps(
 
 
 def why_no_early_pools(attention: TieredAttention | SelectiveAttention) -> str | None:
-    """Why HybridGen's decode steps have no fixed form, although they might have; None: nothing is against it."""
+    """Why decode steps of a policy that looks ahead have no fixed form, although they might have; None: nothing is
+    against it."""
     early = attention.early if isinstance(attention, SelectiveAttention) else None
     if early is None:
         return None
@@ -363,22 +364,17 @@ def with_policy(
             choices.memory.host.layout, nodes=choices.cxl.nodes, slow=exact.pools[Tier.DRAM].slow, memory=host_memory
         )
         row_store = RowStore(choices.spec, exact.pools, max_rows=choices.memory.max_kept_rows, home=home)
-    threads = choices.threads
-    if (
-        settings.name is PolicyName.HYBRIDGEN
-        and look_ahead is not None
-        and row_store is not None
-        and threads is not None
-    ):
-        assert settings.near_tokens is not None, "settings of hybridgen"
+    threads, rows = choices.threads, choices.rows
+    if look_ahead is not None and row_store is not None and rows is not None and threads is not None:
         early = EarlyDecode(
             choices.spec,
             TieredAttention(choices.spec, exact.pools, wrap=_pacing(exact.pools[Tier.DRAM], None)),
             look_ahead,
             row_store,
             threads,
-            num_near=settings.near_tokens,
+            num_near=rows.num_near,
             max_requests=most_requests(config),
+            max_scored=row_store.max_rows if rows.is_scored else 0,
             is_timed=Need.TIMES in policy.needs,
         )
     return SelectiveAttention(

@@ -100,7 +100,7 @@ def _predict_kernel(
 @triton.jit
 def _count_kernel(
     order_ptr, score_first_ptr, far_num_ptr, counts_ptr, alpha,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
@@ -108,10 +108,10 @@ def _count_kernel(
     order_ptr += tl.load(score_first_ptr + row) // GROUP + head * num
     num_tiles = tl.cdiv(num, BLOCK)
     places = tl.arange(0, BLOCK)
-    highest = tl.full([BLOCK], -0x80000000, dtype=tl.int32)
+    highest = tl.full([BLOCK], LOWEST, dtype=tl.int32)
     for tile in range(0, num_tiles):
         keys = tile * BLOCK + places
-        highest = tl.maximum(highest, tl.load(order_ptr + keys, mask=keys < num, other=-0x80000000))
+        highest = tl.maximum(highest, tl.load(order_ptr + keys, mask=keys < num, other=LOWEST))
     best = tl.max(highest, axis=0)
     least = (best ^ ((best >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True) - alpha
     counts = tl.zeros([BLOCK], dtype=tl.int32)
@@ -154,7 +154,7 @@ def predict_far(
         num_chosen = count.num_chosen
         _count_kernel[(num_kv_heads, num_rows)](
             order, rows.score_first, rows.far_num, counts, float(count.alpha),
-            NUM_KV_HEADS=num_kv_heads, GROUP=group, BLOCK=_COUNTED_KEYS, num_warps=8,
+            NUM_KV_HEADS=num_kv_heads, GROUP=group, BLOCK=_COUNTED_KEYS, LOWEST=-(1 << 31), num_warps=8,
         )  # fmt: skip
     bounds = find_cut(
         order, rows, num_kv_heads=num_kv_heads, group=group, bits=32, counts=counts, num_chosen=num_chosen
