@@ -172,7 +172,8 @@ def parse_options() -> tuple[decode_gpu.Options, argparse.Namespace]:
     add_step_options(parser, points="1x2048,1x8192,1x16384,1x32768")
     parser.add_argument("--steps", type=int, default=30, help="measured steps of each point")
     parser.add_argument("--policy", type=PolicyName, default=PolicyName.EXACT, help="which keys are attended",
-                        choices=[PolicyName.EXACT, PolicyName.BOUNDED, PolicyName.HYBRIDGEN])  # fmt: skip
+                        choices=[PolicyName.EXACT, PolicyName.BOUNDED, PolicyName.INFINIGEN,
+                                 PolicyName.HYBRIDGEN])  # fmt: skip
     parser.add_argument("--profile", action="store_true", help="list the kernels that take the most time")
     args = parser.parse_args()
     return read_step_options(parser, args, steps=args.steps, profile=args.profile), args
@@ -190,8 +191,8 @@ def add_step_options(parser: argparse.ArgumentParser, *, points: str) -> None:
     parser.add_argument("--hot", type=int, default=0, help="tokens of each request on the GPU for copies of hot "
                         "blocks, with bounded; they come a few blocks a step, so ask for some hundred "
                         "steps")  # fmt: skip
-    parser.add_argument("--exact-layers", type=int, help="first layers that attend all keys, with hybridgen; "
-                        "default: 2")  # fmt: skip
+    parser.add_argument("--exact-layers", type=int, help="first layers that attend all keys, with infinigen and "
+                        "hybridgen; default: 2")  # fmt: skip
     parser.add_argument("--score-spread", type=float, help="standard deviation of scores in nats, of a normal "
                         "distribution; default: that of dummy weights, 1.6 with llama-3.1-8b")  # fmt: skip
 
@@ -239,7 +240,7 @@ def make_config(folder: str, options: decode_gpu.Options, args: argparse.Namespa
             if args.policy is PolicyName.BOUNDED
             else {}
         ),
-        exact_layers=args.exact_layers if args.policy is PolicyName.HYBRIDGEN else None,
+        exact_layers=args.exact_layers if args.policy.looks_ahead else None,
     )
     num_tokens = max(point.batch * (point.context + more + decode_gpu.BLOCK_SIZE) for point in options.points)
     kv = kv_in_dram(options, args)
@@ -253,7 +254,7 @@ def make_config(folder: str, options: decode_gpu.Options, args: argparse.Namespa
 
 
 def kept_row_bytes(options: decode_gpu.Options, num_tokens: int) -> int:
-    """Bytes in host memory of what HybridGen keeps of so many tokens beside their blocks."""
+    """Bytes in host memory of what HybridGen, which keeps most, has of so many tokens beside their blocks."""
     num_layers, num_kv_heads, head_dim = decode_gpu.kv_sizes(options.shape)
     rows = KeptRows(
         num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim,

@@ -37,7 +37,8 @@ from ambidex.runner.decode import DecodeForm
 from harness import Quantiles, append_record, environment, watch_others
 
 POLICIES = (
-    PolicyName.EXACT, PolicyName.BOUNDED, PolicyName.FLEXGEN, PolicyName.MOE_LIGHTNING, PolicyName.HYBRIDGEN,
+    PolicyName.EXACT, PolicyName.BOUNDED, PolicyName.FLEXGEN, PolicyName.MOE_LIGHTNING, PolicyName.INFINIGEN,
+    PolicyName.HYBRIDGEN,
 )  # fmt: skip
 """Those whose decode steps are captured."""
 

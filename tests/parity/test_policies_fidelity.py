@@ -10,6 +10,7 @@ from ambidex.attention.early_fixed import PredictedFar
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.policy import HybridGenMode
 from ambidex.core.selection import SelectionSetting
+from ambidex.kernels import dispatch
 from naive_policies import (
     NaiveBounded,
     NaiveH2ODrop,
@@ -25,6 +26,7 @@ from naive_policies import (
     Rule,
 )
 from selective_world import SelectiveWorld, TinyModel, load_tiny_model, policy_settings, random_tokens
+from triton_device import INTERPRETED
 
 NUM_PROMPT, NUM_TOKENS = 37, 57
 LIMIT = 30
@@ -260,6 +262,22 @@ def test_fixed_steps_give_what_the_definition_gives(tiny: TinyModel, case: str, 
     hidden = world.run("a", chunks=[NUM_PROMPT])
     assert (hidden - naive.hidden).abs().max() / naive.hidden.abs().max() < 1e-4
     assert world.num_fixed == (num_fixed if naive.rules[0].exact_layers == 1 else 0)  # type: ignore[attr-defined]
+
+
+@INTERPRETED
+@pytest.mark.parametrize("case", ["hybridgen pre", "infinigen below the cap"])
+def test_kernels_of_fixed_steps_that_predict_give_what_the_definition_gives(tiny: TinyModel, case: str) -> None:
+    """A few steps: the interpreter takes long."""
+    options, make_rule = EARLY_CASES[case]
+    tokens = random_tokens(NUM_PROMPT + 4, seed=len(case))
+    naive = NaiveRun(tiny, [make_rule() for _ in range(tiny.spec.num_layers)], tokens, NUM_PROMPT)
+    settings = policy_settings(**options)  # type: ignore[arg-type]
+    world = SelectiveWorld(tiny, settings, block_size=16, is_early=True, is_fixed=True, seed=2)
+    world.add("a", tokens, num_prompt=NUM_PROMPT)
+    with dispatch.override("predict_far", "triton"), dispatch.override("attend_predicted", "triton"):
+        hidden = world.run("a", chunks=[NUM_PROMPT])
+    assert world.num_fixed == 4
+    assert (hidden - naive.hidden).abs().max() / naive.hidden.abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("feedback", ["mode", "full"])
