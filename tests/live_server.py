@@ -24,9 +24,10 @@ from ambidex.server.tracing import Tracing
 from ambidex.server.worker.client import WorkerEngine
 
 MakeLLM = Callable[[Progress], AsyncLLM]
-WAIT_S = 30.0
-START_S = 90.0
-"""For a process to import torch and load, on a machine that does other things too."""
+WAIT_S = 60.0
+"""For what takes milliseconds, on a machine that does other things too: only a fault is cut off."""
+START_S = 180.0
+"""For a process to import torch and load, on such a machine."""
 SMALL_POOL: dict[str, Any] = {
     "block_size": 4, "kv_gpu_tokens": 128, "num_sink_tokens": 4, "recent_window": 16, "prefix_cache_percent": 100
 }  # fmt: skip
@@ -108,8 +109,11 @@ class LiveServer:
         return self.http.post("/v1/completions", json={"prompt": prompt, "temperature": 0, **fields})
 
     def status(self) -> dict[str, Any]:
-        """What `/v1/ambidex/status` says."""
-        status: dict[str, Any] = self.http.get("/v1/ambidex/status").json()
+        """What `/v1/ambidex/status` says, once it says something: on a busy machine the engine may be late."""
+        deadline = time.monotonic() + WAIT_S
+        while (response := self.http.get("/v1/ambidex/status")).status_code != 200:
+            assert time.monotonic() < deadline, response.text
+        status: dict[str, Any] = response.json()
         return status
 
     def is_idle(self) -> bool:

@@ -3,14 +3,19 @@
 import contextlib
 import json
 import socket
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
+from torch import Tensor
 
 from ambidex import LLM, SamplingParams
 from ambidex.engine.outputs import RequestOutput
+from ambidex.models.base import AttentionOp, CausalLM
+from ambidex.runner.input_batch import InputBatch
+from ambidex.runner.runner import call_model
 from ambidex.server.connection import Connection
 from ambidex.server.writers import Choice, CompletionWriter
 from live_server import SMALL_POOL, WAIT_S, LiveServer, maker, wait_until
@@ -54,13 +59,40 @@ def texts_of(chunks: list[bytes]) -> list[str]:
     return [json.loads(line[6:])["choices"][0]["text"] for line in lines[:-2]]
 
 
-def test_each_token_is_a_chunk_of_its_own_in_order(server: LiveServer, offline: LLM) -> None:
+def next_chunk(stream: BinaryIO) -> bytes:
+    """Wait for one chunk of a response."""
+    chunk = stream.read(int(stream.readline(), 16))
+    assert stream.readline() == b"\r\n"
+    return chunk
+
+
+def test_each_token_is_a_chunk_of_its_own_in_order(folder: Path, offline: LLM) -> None:
+    """Each step waits until the client has the token of the one before: what comes together may be joined."""
     params = SamplingParams(max_output_tokens=30, temperature=0.0, ignore_eos=True)
     wanted = offline.generate("hello", params)[0].text
-    with asked(server, max_tokens=30, ignore_eos=True) as connection:
-        chunks = chunks_of(read_all(connection))
-    assert "".join(texts_of(chunks)) == wanted
-    assert len(chunks) >= 20  # a character a token, but for those that the model's bytes make together
+    may_step, texts = threading.Semaphore(0), []
+
+    def forward(model: CausalLM, batch: InputBatch, attention: AttentionOp) -> Tensor:
+        assert may_step.acquire(timeout=WAIT_S)
+        return call_model(model, batch, attention)
+
+    with (
+        LiveServer(maker(folder, forward=forward, **SMALL_POOL)) as server,
+        asked(server, max_tokens=30, ignore_eos=True, logprobs=1) as connection,
+        connection.makefile("rb") as file,
+    ):
+        may_step.release()
+        while file.readline() != b"\r\n":
+            pass  # the head
+        for place in range(30):
+            first, *others = next_chunk(file).decode().split("\n\n")
+            assert others == (["data: [DONE]", ""] if place == 29 else [""]), "the last ends the answer, too"
+            (choice,) = json.loads(first[6:])["choices"]
+            assert len(choice["logprobs"]["tokens"]) == 1
+            texts.append(choice["text"])
+            may_step.release()
+        assert next_chunk(file) == b""
+    assert "".join(texts) == wanted
 
 
 def test_several_choices_of_one_stream_come_whole(server: LiveServer, offline: LLM) -> None:
@@ -85,8 +117,7 @@ def test_client_that_does_not_read_gets_all_of_it_later(folder: Path, monkeypatc
         plain = server.complete("hello", max_tokens=40, ignore_eos=True).json()["choices"][0]["text"]
         monkeypatch.setattr(CompletionWriter, "advance", padded)
         with asked(server, max_tokens=40, ignore_eos=True) as connection:
-            wait_until(lambda: server.status()["num_running"] == 0 and server.status()["num_open"] == 1)
-            time.sleep(0.1)
+            wait_until(lambda: [answer.num_output_tokens for answer in server.app.answers._open.values()] == [40] * 2)
             chunks = chunks_of(read_all(connection))
         assert "".join(texts_of(chunks)) == plain
         assert len(chunks) < 40, "what came while the client did not read was joined"

@@ -56,7 +56,7 @@ class Gate:
 
     def forward(self, model: CausalLM, batch: InputBatch, attention: TieredAttention) -> Tensor:
         self.num_waiting += 1
-        assert self.is_open.wait(60)
+        assert self.is_open.wait(WAIT_S)
         self.num_waiting -= 1
         return call_model(model, batch, attention)
 

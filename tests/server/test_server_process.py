@@ -20,7 +20,7 @@ from ambidex.cli.main import AmbidexCommand
 from ambidex.cli.services import Services
 from ambidex.core.config import EngineConfig
 from ambidex.server.config import ServerConfig
-from live_server import LiveServer, wait_until
+from live_server import START_S, WAIT_S, LiveServer, wait_until
 
 AMBIDEX = (sys.executable, "-c", "from ambidex.cli.main import run; run()")
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -43,7 +43,7 @@ def serving(*args: str, log_format: str = "json") -> Iterator[tuple[subprocess.P
 
 def is_ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/ready").status_code == 200
+        return httpx.get(f"{url}/ready", timeout=WAIT_S).status_code == 200
     except httpx.HTTPError:
         return False
 
@@ -51,15 +51,15 @@ def is_ready(url: str) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_while_generating_ends_the_process_after_the_drain(folder: Path, number: signal.Signals) -> None:
     with serving(str(folder), "--drain-s", "1") as (process, url):
-        wait_until(lambda: is_ready(url), timeout_s=90)
+        wait_until(lambda: is_ready(url), timeout_s=START_S)
         body = {"prompt": "x", "max_tokens": 100, "stream": True, "ignore_eos": True, "n": 8}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as stream:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=WAIT_S) as stream:
             lines = (line for line in stream.iter_lines() if line)
             next(lines)
             process.send_signal(number)
             last = list(lines)[-1]
         assert last == "data: [DONE]" or "shutting down" in last
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=WAIT_S) == 0
         assert process.stderr is not None
         events = [json.loads(line) for line in process.stderr.read().splitlines() if line.startswith("{")]
         assert [event["output_tokens"] > 0 for event in events if event["route"] == "POST /v1/completions"] == [True]
@@ -73,11 +73,11 @@ def test_where_keys_are_spread_it_is_said_at_start_and_what_came_of_it_at_the_en
     folder: Path, args: tuple[str, ...], log_format: str
 ) -> None:
     with serving(str(folder), *SPREAD, *args, log_format=log_format) as (process, url):
-        wait_until(lambda: is_ready(url), timeout_s=90)
+        wait_until(lambda: is_ready(url), timeout_s=START_S)
         body = {"prompt": "x", "max_tokens": 8, "ignore_eos": True}
-        assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 200
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT_S).status_code == 200
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=WAIT_S) == 0
         assert process.stderr is not None
         said = process.stderr.read()
     shows = args == () and log_format == "text"
@@ -98,7 +98,7 @@ def test_taken_port_is_the_users_mistake_and_nothing_loads(tmp_path: Path) -> No
 
 def test_model_that_is_not_there_ends_the_server_with_one_line(tmp_path: Path) -> None:
     command = [*AMBIDEX, "serve", str(tmp_path / "none"), "--port", "0"]
-    result = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=60, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=START_S, check=False)
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     assert "error: " in result.stderr.splitlines()[-1]

@@ -84,7 +84,7 @@ def test_folder_in_use_is_refused_before_the_port_is_taken(folder: Path, tmp_pat
     saved = tmp_path / "sessions"
     lock = FolderLock(saved, setting="session_dir")
     command = [*AMBIDEX, "serve", str(folder), "--port", "0", "--session-dir", str(saved)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
     lock.close()
     assert result.returncode == 2
     assert result.stderr == f"error: --session-dir {saved} is in use by another engine: give each its own folder\n"

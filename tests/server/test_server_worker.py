@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,10 +21,12 @@ import pytest
 from ambidex import LLM, AmbidexError, ConfigError, SamplingParams
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import EngineLostError, ModelNotFoundError
+from ambidex.engine.client import EngineClient
 from ambidex.engine.report import EngineReport
-from ambidex.server.service import EngineService
+from ambidex.server.service import EngineService, MakeEngine, Progress
 from ambidex.server.worker.client import WorkerEngine
-from live_server import SMALL_POOL, START_S, LiveServer, in_worker, wait_until
+from held_worker import held_worker
+from live_server import SMALL_POOL, START_S, WAIT_S, LiveServer, in_worker, wait_until
 
 
 @dataclass(slots=True)
@@ -55,6 +58,23 @@ def complete(server: LiveServer, prompt: object, **fields: object) -> httpx.Resp
     return server.http.post("/v1/completions", json=body, timeout=START_S)
 
 
+def gated(make: MakeEngine, may_start: threading.Event) -> MakeEngine:
+    """The same, but an engine is built only when it may be."""
+
+    async def start(progress: Progress) -> EngineClient:
+        async with asyncio.timeout(START_S):
+            while not may_start.is_set():
+                await asyncio.sleep(0.01)
+        return await make(progress)
+
+    return start
+
+
+def waits_for_restart(server: LiveServer) -> bool:
+    """The only answer that is open waits for the next engine."""
+    return [answer._restart is not None for answer in set(server.app.answers._open.values())] == [True]
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_kill_9_under_load_keeps_what_has_not_been_sent_and_ends_open_streams_cleanly(
     folder: Path, device: str
@@ -67,14 +87,18 @@ def test_kill_9_under_load_keeps_what_has_not_been_sent_and_ends_open_streams_cl
         wanted = [output.text for output in offline.generate(prompts, params)]
     begun = [Stream() for _ in range(4)]
     start = in_worker(folder, max_running_requests=8, device=device, dtype="fp32", **SMALL_POOL)
-    with LiveServer(start) as server, ThreadPoolExecutor(max_workers=32) as pool:
+    with ThreadPoolExecutor(max_workers=32) as pool, contextlib.ExitStack() as stack:
+        with held_worker(num_requests=len(begun)):
+            server = stack.enter_context(LiveServer(start))
         first = server.worker.pid
+        os.kill(first, signal.SIGSTOP)  # so that these four begin together
         streams = [
             pool.submit(read_stream, server, {**body, "prompt": prompts[idx]}, stream)
             for idx, stream in enumerate(begun)
         ]
-        wait_until(lambda: all(stream.pieces for stream in begun))
-        os.kill(first, signal.SIGSTOP)  # so that these four have begun and no other
+        wait_until(lambda: server.app.answers.num_choices == len(begun))
+        os.kill(first, signal.SIGCONT)
+        wait_until(lambda: all(stream.pieces for stream in begun))  # and then its step does not end: no other begins
         queued = [pool.submit(read_stream, server, {**body, "prompt": prompt}, Stream()) for prompt in prompts[4:14]]
         whole = [pool.submit(complete, server, prompt, **body) for prompt in prompts[14:]]
         wait_until(lambda: server.app.answers.num_choices == len(prompts))
@@ -101,50 +125,66 @@ def test_kill_9_under_load_keeps_what_has_not_been_sent_and_ends_open_streams_cl
 def test_whole_answers_that_were_being_computed_begin_anew(folder: Path, offline: LLM) -> None:
     params = SamplingParams(max_output_tokens=100, temperature=0.0, ignore_eos=True)
     wanted = offline.generate("hello", params)[0].text
-    with LiveServer(in_worker(folder, max_tokens_per_step=4)) as server, ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
+        with held_worker(num_requests=2):
+            server = stack.enter_context(LiveServer(in_worker(folder, max_tokens_per_step=4)))
         answer = pool.submit(complete, server, ["hello", "hello"], max_tokens=100, ignore_eos=True)
         wait_until(lambda: server.status()["num_output_tokens"] > 4)
         os.kill(server.worker.pid, signal.SIGKILL)
         choices = answer.result().json()["choices"]
         assert [choice["text"] for choice in choices] == [wanted, wanted]
         assert answer.result().json()["usage"]["completion_tokens"] == 200
+        assert server.service.num_restarts == 1
 
 
 def test_client_that_leaves_while_the_engine_is_built_anew_is_not_answered_later(folder: Path) -> None:
-    with LiveServer(in_worker(folder)) as server:
-        body = {"prompt": "hello", "max_tokens": 50}
+    may_start = threading.Event()
+    may_start.set()
+    data = b'{"prompt": "hello", "max_tokens": 50}'
+    with LiveServer(gated(in_worker(folder), may_start)) as server:
+        may_start.clear()
         os.kill(server.worker.pid, signal.SIGSTOP)
-        with pytest.raises(httpx.ReadTimeout):
-            server.http.post("/v1/completions", json=body, timeout=0.3)
-        os.kill(server.worker.pid, signal.SIGKILL)
+        with socket.create_connection(server.url.removeprefix("http://").split(":")) as connection:  # type: ignore[arg-type]
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+            connection.sendall(b"Content-Length: %d\r\n\r\n%b" % (len(data), data))
+            wait_until(lambda: server.app.answers.num_choices == 1)
+            os.kill(server.worker.pid, signal.SIGKILL)
+            wait_until(lambda: waits_for_restart(server))
+        wait_until(lambda: server.app.answers.num_choices == 0)
+        may_start.set()
         wait_until(lambda: server.http.get("/ready").status_code == 200, timeout_s=START_S)
         assert server.is_idle()
         assert server.status()["num_computed_tokens"] == 0
 
 
 def test_abort_while_the_engine_is_built_anew_ends_the_answer(folder: Path) -> None:
-    with LiveServer(in_worker(folder)) as server, ThreadPoolExecutor() as pool:
+    may_start = threading.Event()
+    may_start.set()
+    with LiveServer(gated(in_worker(folder), may_start)) as server, ThreadPoolExecutor() as pool:
+        may_start.clear()
         os.kill(server.worker.pid, signal.SIGSTOP)
         headers = {"X-Request-Id": "mine"}
         body = {"prompt": "hello", "max_tokens": 50}
         answer = pool.submit(server.http.post, "/v1/completions", json=body, headers=headers)
         wait_until(lambda: server.app.answers.num_choices == 1)
         os.kill(server.worker.pid, signal.SIGKILL)
-        wait_until(lambda: server.service.state == "restarting")
-        wait_until(lambda: server.app.answers.find("", "mine")._restart is not None)  # type: ignore[union-attr]
+        wait_until(lambda: waits_for_restart(server))
         server.http.post("/v1/abort", json={"id": "mine"}).raise_for_status()
         choice = answer.result().json()["choices"][0]
         assert (choice["text"], choice["finish_reason"]) == ("", "abort")
+        may_start.set()
 
 
-def test_process_that_says_nothing_is_killed_and_built_anew(folder: Path) -> None:
+def test_process_that_says_nothing_is_killed_and_built_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LiveServer(in_worker(folder, silence_s=10)) as server:
         first = server.worker.pid
+        monkeypatch.setattr("ambidex.server.service.STATUS_S", 0.2)  # so that all is asked long before it is killed
         os.kill(first, signal.SIGSTOP)
         assert server.http.get("/ready").json()["status"] == "stalled"
         response = server.http.get("/v1/ambidex/status")
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_stalled")
         assert "ambidex_engine_ready 0.0" in server.http.get("/metrics").text
+        monkeypatch.undo()
         wait_until(lambda: server.service.num_restarts == 1)
         assert "has said nothing" in str(server.service.error)
         wait_until(lambda: server.http.get("/ready").status_code == 200, timeout_s=START_S)
@@ -203,7 +243,7 @@ def test_error_of_an_engine_that_was_mended_is_forgotten() -> None:
     async def main() -> EngineService:
         service = EngineService(start, stall_s=60)
         running = asyncio.create_task(service.run())
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             while len(engines) < 2 or service.state != "ready":
                 await asyncio.sleep(0.01)
         running.cancel()
@@ -229,7 +269,7 @@ def test_progress_of_a_restart_begins_anew() -> None:
 
         service = EngineService(start, stall_s=60)
         running = asyncio.create_task(service.run())
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             while len(engines) < 2 or service.state != "ready":
                 await asyncio.sleep(0.01)
         running.cancel()
@@ -260,11 +300,11 @@ def test_engine_ends_with_its_server(folder: Path, number: signal.Signals) -> No
     assert process.stderr is not None
     try:
         url = process.stderr.readline().split()[0]
-        wait_until(lambda: httpx.get(f"{url}/ready").status_code == 200, timeout_s=START_S)
+        wait_until(lambda: httpx.get(f"{url}/ready", timeout=WAIT_S).status_code == 200, timeout_s=START_S)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         assert len(children) == 1
         process.send_signal(number)
-        process.wait(timeout=60)
+        process.wait(timeout=WAIT_S)
         wait_until(lambda: not _is_alive(int(children[0])))
     finally:
         process.kill()
