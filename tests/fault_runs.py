@@ -1,5 +1,6 @@
 """What the fault tests share: a few prompts, their answers, running an engine to its end, and a few faults."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
@@ -9,12 +10,14 @@ from torch import Tensor
 
 from ambidex import SamplingParams
 from ambidex.core.config import DeviceKind
+from ambidex.core.errors import LaneError
 from ambidex.engine.engine import Engine
 from ambidex.engine.outputs import RequestOutput
 from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.input_batch import InputBatch
 from ambidex.runner.runner import call_model
+from ambidex.storage.words import HostWords
 
 Form = tuple[DeviceKind, DecodeForm]
 
@@ -66,6 +69,29 @@ class CompilingForward:
             self.compiled.add(len(batch.token_ids))
             time.sleep(2.0)
         return call_model(model, batch, attention)
+
+
+class GivingUp:
+    """Lanes of a CPU that soon give each other up, and what they say when they do.
+
+    Args:
+        limit_s: how long they wait; a busy machine may be late by less.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, limit_s: float = 1.0) -> None:
+        self.has_given_up = threading.Event()
+        """Set when one has waited for too long."""
+        wait = HostWords.wait
+
+        def noting_wait(words: HostWords, word: Tensor) -> None:
+            try:
+                wait(words, word)
+            except LaneError:
+                self.has_given_up.set()
+                raise
+
+        patch.setattr("ambidex.storage.words.WAIT_LIMIT_S", limit_s)
+        patch.setattr(HostWords, "wait", noting_wait)
 
 
 def capture_nothing(_body: Callable[[], None]) -> Callable[[], None]:

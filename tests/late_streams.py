@@ -42,6 +42,8 @@ class LateStream:
     def __init__(self, device: torch.device) -> None:
         assert device.type == "cpu"
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.may_begin = threading.Event()
+        """Where nobody waits for anybody: set at the end, so that all is late on any machine."""
         self._thread = threading.Thread(target=self._run, name="late-stream", daemon=True)
         self._thread.start()
         self.threads.append(self)
@@ -69,10 +71,12 @@ class LateStream:
 
     def stop(self) -> None:
         """End the thread once all is done."""
+        self.may_begin.set()
         self._work.put(None)
         self._thread.join()
 
     def _run(self) -> None:
+        assert self.is_ordered or self.may_begin.wait(WAIT_S)
         with torch.inference_mode():
             while (work := self._work.get()) is not None:
                 work()
@@ -165,7 +169,7 @@ def _late(function: Callable[..., None]) -> Callable[..., None]:
     """The function, done by the active stream after a delay."""
 
     def later(*args: Any, **settings: Any) -> None:
-        delay_s = LateStream.rng.choice(DELAYS_S) if LateStream.is_ordered else max(DELAYS_S)
+        delay_s = LateStream.rng.choice(DELAYS_S) if LateStream.is_ordered else 0.0
 
         def work() -> None:
             if LateStream.active_stream is not None or delay_s:

@@ -1,17 +1,25 @@
 """`AsyncLLM`: several tasks share one engine."""
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
-from ambidex import LLM, AsyncLLM, FinishReason, SamplingParams
+from ambidex import LLM, AsyncLLM, EngineConfig, FinishReason, SamplingParams
+from ambidex.core.config import Graphs
 from ambidex.core.errors import InternalError, RequestError
+from ambidex.engine.compose import build_engine
 from ambidex.engine.outputs import RequestOutput
+from ambidex.models.base import AttentionOp, CausalLM
+from ambidex.runner.input_batch import InputBatch
+from ambidex.runner.runner import call_model
 from tiny_engine import make_engine_folder
 
 GREEDY = SamplingParams(max_output_tokens=12, temperature=0.0, ignore_eos=True)
+WAIT_S = 60.0
 LONG = SamplingParams(max_output_tokens=100, temperature=0.0, ignore_eos=True)
 
 
@@ -90,16 +98,27 @@ def test_cancelled_task_frees_the_request(folder: Path) -> None:
 
 
 def test_abort_ends_the_stream_with_reason_abort(folder: Path) -> None:
+    may_go_on, num_steps = threading.Event(), 0
+
+    def forward(model: CausalLM, batch: InputBatch, attention: AttentionOp) -> Tensor:
+        nonlocal num_steps
+        num_steps += 1
+        assert num_steps == 1 or may_go_on.wait(WAIT_S)
+        return call_model(model, batch, attention)
+
     async def main() -> RequestOutput:
-        llm = AsyncLLM(str(folder))
+        llm = AsyncLLM(build_engine(EngineConfig(model=str(folder), graphs=Graphs.OFF), forward=forward))
         output = None
         async for output in llm.generate("hello", LONG):
             await llm.abort(output.request_id)
+            may_go_on.set()
         await llm.close()
         assert output is not None
         return output
 
-    assert asyncio.run(main()).finish_reason is FinishReason.ABORT
+    output = asyncio.run(main())
+    assert output.finish_reason is FinishReason.ABORT
+    assert num_steps <= 2, "the one that was being computed was the last"
 
 
 def test_chat_gives_the_answer_of_the_offline_chat(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Steps with keys in DRAM that are prepared ahead, on an accelerator that goes its own way."""
 
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -231,12 +232,14 @@ def test_the_lane_of_a_step_that_was_interrupted_has_ended_before_the_next_begin
 ) -> None:
     """Bug: nobody knew of it any more, and both answered."""
     num_running, most, wait_work, is_now = 0, 0, WorkBeside.wait, False
-    run_script = AttentionScript.run
+    run_script, has_begun = AttentionScript.run, threading.Event()
 
     def slow_run(script: AttentionScript, *args: Any, **settings: Any) -> tuple[int, int]:
         nonlocal num_running, most
         num_running += 1
         most, rest_s = max(most, num_running), 0.5 if is_now else 0.0
+        if is_now:
+            has_begun.set()
         answered = run_script(script, *args, **settings)
         time.sleep(rest_s)
         num_running -= 1
@@ -259,8 +262,7 @@ def test_the_lane_of_a_step_that_was_interrupted_has_ended_before_the_next_begin
         is_now = True
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-        while num_running == 0:
-            time.sleep(0.001)
+        assert has_begun.wait(60.0)
         is_now = False
         run_to_end(engine)
         assert answers(engine) == wanted

@@ -17,7 +17,6 @@ from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.kernels.cpu.native import AttentionScript, KeyBatch
 from ambidex.runner.decode import DecodeForm
-from ambidex.storage import words
 from ambidex.storage.copy import copy_block
 from ambidex.storage.kv_pool import KVPool
 from fault_runs import (
@@ -28,6 +27,7 @@ from fault_runs import (
     SPLIT,
     CompilingForward,
     Form,
+    GivingUp,
     capture_nothing,
     refuse_pinned,
     run,
@@ -106,20 +106,20 @@ def test_an_accelerator_that_gets_no_answer_fails_its_step_and_the_next_is_serve
 ) -> None:
     wanted = tokens(run(make_engine(folder, ON_CPU)))
     engine = make_engine(folder, ON_CPU)
-    monkeypatch.setattr(words, "WAIT_LIMIT_S", 0.1)
     runs: list[int] = []
 
     def hang_once(
         script: AttentionScript, batches: Sequence[KeyBatch], *, limit_s: float, scanned: Sequence[KeyBatch] = ()
     ) -> tuple[int, int]:
         runs.append(len(batches))
-        if len(runs) == 3:
-            time.sleep(0.5)
+        assert len(runs) != 3 or lanes.has_given_up.wait(60.0)
         return run_script(script, batches, limit_s=limit_s, scanned=scanned)
 
     run_script = AttentionScript.run
-    monkeypatch.setattr(AttentionScript, "run", hang_once)
-    outputs = run(engine)
+    with monkeypatch.context() as patch:
+        lanes = GivingUp(patch)
+        patch.setattr(AttentionScript, "run", hang_once)
+        outputs = run(engine)
     failed = [output.error or "" for output in outputs if output.finish_reason is FinishReason.ERROR]
     assert failed
     assert all("another lane did not do its part" in error for error in failed)

@@ -1,6 +1,7 @@
 """Whole comparisons of a tiny model: cells, failures, going on after a stop, and the report."""
 
 import json
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ambidex.cli.main import AmbidexCommand
-from ambidex.compare import watch
 from ambidex.compare.cells import Cell, CellKind
+from ambidex.compare.process import start_worker
 from ambidex.compare.run import measure_group
 from ambidex.compare.worker import Part, find_spans, run_part
 from ambidex.core.config import EngineConfig
@@ -157,19 +158,26 @@ def test_model_that_a_policy_cannot_serve_fails_its_cells_with_the_reason(tmp_pa
     windows = make_engine_folder(tmp_path, "mistral")
     cells = [make_cell(CellKind.SPEED, windows, context=context, batch=1) for context in (40, 60)]
     config = EngineConfig(model=str(windows), policy=PolicyName.H2O, **SETTINGS)
-    outcomes = list(measure_group(config, cells, text=WORDS, cell_timeout_s=120.0))
+    outcomes = list(measure_group(config, cells, text=WORDS, cell_timeout_s=500.0))
     assert [cell for cell, _ in outcomes] == cells
     assert [outcome["status"] for _, outcome in outcomes] == ["failed", "failed"]
     assert all("`policy` h2o cannot serve this mistral model" in outcome["reason"] for _, outcome in outcomes)
 
 
 def test_cell_that_takes_too_long_fails_and_its_worker_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "POLL_S", 0.001)  # else a fast machine is done before anybody looks
+    started: list[BaseProcess] = []
+
+    def start_silent(part: Path, results: Path, output: Path) -> BaseProcess:
+        started.append(start_worker(part, results.with_name("read by nobody"), output))
+        return started[-1]
+
+    monkeypatch.setattr("ambidex.compare.run.start_worker", start_silent)  # else a fast machine may be done in time
     cell = make_cell(CellKind.SPEED, folder)
     config = EngineConfig(model=str(folder), **SETTINGS)
     ((got, outcome),) = measure_group(config, [cell], text=WORDS, cell_timeout_s=0.005)
     assert (got, outcome["status"]) == (cell, "failed")
     assert outcome["reason"].startswith("it took longer than 0.005 s (--cell-timeout)")
+    assert [process.is_alive() for process in started] == [False]
 
 
 def run(folder: Path | None, *words: str) -> Result:

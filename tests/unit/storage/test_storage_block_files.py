@@ -169,6 +169,10 @@ def test_process_that_is_killed_while_it_writes_leaves_whole_blocks_only(tmp_pat
         process = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert process.stdout is not None
         assert process.stdout.readline() == b"begun\n"
+        end = time.monotonic() + 60
+        while not list(tmp_path.glob("*/*.kv")):
+            assert time.monotonic() < end, "it writes nothing"
+            time.sleep(0.001)
         time.sleep(delay_s)
         process.send_signal(signal.SIGKILL)
         process.wait()
