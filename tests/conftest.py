@@ -30,6 +30,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_runtest_setup() -> None:
+    """Let each test draw the same numbers, whichever ran before it: with several workers that changes."""
+    import torch  # as above
+
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def real_text() -> str:
     """English text of at least 40,000 tokens: the file AMBIDEX_TEST_TEXT, else Python's own documentation."""

@@ -1,5 +1,6 @@
 """Ctrl-C at any moment leaves an engine that answers on and owns every block."""
 
+import os
 import random
 import signal
 import sys
@@ -60,7 +61,7 @@ def run_traced(llm: LLM, tracer: CtrlC) -> None:
 
 def test_ctrl_c_within_the_books_of_a_step_leaves_no_lost_plan_and_no_block_without_owner(folder: Path) -> None:
     """One that came between `schedule` and `update` left an engine that refused every further step."""
-    seed = random.randrange(2**32)
+    seed = 0 if "CI" in os.environ else random.randrange(2**32)
     print(f"seed {seed}")  # shown when the test fails
     with LLM(str(folder), block_size=4, kv_gpu_tokens=24, num_sink_tokens=4, recent_window=8, max_tokens_per_step=8,
              num_threads=1) as llm:  # fmt: skip
