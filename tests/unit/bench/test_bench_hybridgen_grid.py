@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import hybridgen_grid
+from ambidex.hw.topology import read_topology
 
 TINY = [
     "--shape",
@@ -23,6 +24,7 @@ TINY = [
 ]
 
 
+@pytest.mark.skipif(read_topology().max_threads < 2, reason="needs two processors")
 def test_a_tiny_run_ends_with_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "records.jsonl"
     small = ["--points", "1x200,2x130", "--keys", "8,24", "--threads", "2,1", "--steps", "2", "--follow", "10"]

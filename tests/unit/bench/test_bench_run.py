@@ -11,6 +11,7 @@ from ambidex.bench.run import run_decode, run_links, run_prefill
 from ambidex.bench.workload import NUM_WARMUP_STEPS, Point
 from ambidex.core.config import EngineConfig, LoadFormat
 from ambidex.core.errors import ConfigError, MachineError
+from ambidex.hw.topology import read_topology
 from tiny_engine import make_engine_folder
 
 
@@ -33,6 +34,7 @@ def decode(config: EngineConfig, *points: Point, steps: int = 3, text: Path | No
     return run_decode(config, points, steps=steps, text=text, progress=None)
 
 
+@pytest.mark.skipif(read_topology().max_threads < 2, reason="needs two processors")
 def test_links_record_has_each_number_of_threads():
     finished = run_links(num_threads=2)
     record = json.loads(json.dumps(finished.record, allow_nan=False))
