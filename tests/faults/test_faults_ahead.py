@@ -280,7 +280,7 @@ def test_blocks_that_never_arrive_fail_their_step_alone(folder: Path, monkeypatc
 
     Bug: nobody watched the step any more, and the engine waited for its tokens without an end.
     """
-    monkeypatch.setattr(graphs, "StepWatch", partial(StepWatch, limit_s=0.5, look_s=0.05))
+    monkeypatch.setattr(graphs, "StepWatch", partial(StepWatch, limit_s=3.0, look_s=0.05))
     write, lost = LinkWords.write, 0
 
     def losing_write(words: LinkWords, word: Tensor) -> None:
@@ -320,7 +320,7 @@ def test_an_engine_that_is_closed_waits_for_the_step_under_way(
         add_all(engine)
         for _ in range(10):
             engine.step()
-        accelerator.delays_s = (0.1,)
+        accelerator.delays_s = (0.5,)
 
         def interrupt(*_: object) -> None:
             raise KeyboardInterrupt
