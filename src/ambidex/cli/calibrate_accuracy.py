@@ -25,9 +25,10 @@ class AccuracyCommand(SettingsCommand):
             callback=measure_accuracy,
             short_help="Measure how many keys HybridGen must select for a model.",
             help="Run multiple-choice tasks through a model under hybridgen with several numbers of selected keys and "
-            "with all keys, and write down the fewest from which on they lose no more than --max-drop in the mean, and "
-            "which first layers cannot look ahead: for --policy hybridgen. Perplexity and needle are measured beside "
-            "it. What Ctrl-C interrupts goes on where it was.",
+            "with all keys, and write down the fewest first layers that must attend all keys, and with these the "
+            "fewest selected keys, so that they lose no more than --max-drop in the mean: for --policy hybridgen. With "
+            "--exact-layers these are kept. Perplexity and needle are measured beside it. What Ctrl-C interrupts goes "
+            "on where it was.",
             params=[
                 click.Argument(["word"], required=False, metavar="[MODEL]"),
                 VerbOption(["--text"], type=path, required=True, help="file with a real text, UTF-8"),
@@ -59,7 +60,8 @@ class AccuracyCommand(SettingsCommand):
 def measure_accuracy(ctx: click.Context, /, *, word: str | None, **options: Any) -> int:
     """Run `calibrate accuracy`."""
     # These bring in torch, which `--help` does not need.
-    from ambidex.eval.accuracy import AccuracyPlan, run_accuracy
+    from ambidex.eval.accuracy import run_accuracy
+    from ambidex.eval.accuracy_meter import AccuracyPlan
     from ambidex.eval.run import read_text
     from ambidex.formats.accuracy_profile import default_accuracy_path, read_accuracy_profile
     from ambidex.formats.locate import find_model
@@ -108,17 +110,44 @@ def measure_accuracy(ctx: click.Context, /, *, word: str | None, **options: Any)
 
 
 def show(profile: "AccuracyProfile") -> None:
-    """Both tables and what follows from them."""
+    """All tables and what follows from them."""
     rows = [
         (
             str(layer_idx),
-            *(("–",) * 3 if layer_idx == 0 else (f"{item.input_cosine:.2f}", f"{item.correlation:.2f}",
-                                                 f"{item.recall:.2f}")),
+            *(("–",) * 4 if layer_idx == 0 else (f"{item.input_cosine:.2f}", f"{item.correlation:.2f}",
+                                                 f"{item.recall:.2f}", f"{item.weight_distance:.2f}")),
             "no" if layer_idx < profile.exact_layers else "yes",
         )
         for layer_idx, item in enumerate(profile.look_ahead)
     ]  # fmt: skip
-    print_table(("layer", "cosine of inputs", "correlation of scores", "recall", "looks ahead"), rows)
+    head = ("layer", "cosine of inputs", "correlation of scores", "recall", "weight elsewhere", "looks ahead")
+    print_table(head, rows)
+    tasks = list(profile.points[0].tasks)
+    print_text("")
+    print_table(
+        ("exact layers", "keys", *tasks, "mean drop", "keys attended"),
+        [
+            ("all", "all", *(f"{profile.points[0].tasks[task][1]:.3f}" for task in tasks), "0", "100 %"),
+            *(
+                (
+                    str(trial.exact_layers),
+                    str(trial.num_selected),
+                    *(f"{trial.tasks[task][0]:.3f}" for task in tasks),
+                    _drop(trial.mean_drop, trial.drop_error),
+                    f"{100 * trial.attended_share:.1f} %",
+                )
+                for trial in profile.trials
+            ),
+        ],
+    )
+    print_text("")
+    show_points(profile)
+    print_text("")
+    print_text(found_text(profile))
+
+
+def show_points(profile: "AccuracyProfile") -> None:
+    """What was measured with the exact layers of the profile."""
     tasks = list(profile.points[0].tasks)
     head = ("keys", "mode", *tasks, "mean drop", "needle", "perplexity", "change", "keys attended")
     exact = profile.points[0]
@@ -133,18 +162,31 @@ def show(profile: "AccuracyProfile") -> None:
                 str(point.num_selected),
                 point.mode.value,
                 *(f"{point.tasks[task][0]:.3f}" for task in tasks),
-                f"{point.mean_drop:+.3f}",
+                _drop(point.mean_drop, point.drop_error),
                 f"{point.needle[0]:.2f}",
                 f"{point.perplexity[0]:.3f}",
                 f"{change:+.2f} %",
                 f"{100 * point.attended_share:.1f} %",
             )
         )
-    print_text("")
     print_table(head, lines)
-    least = profile.min_selected_tokens
-    found = "none of these numbers of keys" if least is None else f"{least} keys"
-    print_text(
-        f"\nK_min: {found} (mean drop at most {profile.max_drop:g}, in mode post); the first {profile.exact_layers} "
-        f"layers do not look ahead"
+
+
+def found_text(profile: "AccuracyProfile") -> str:
+    """The setting, or that there is none."""
+    num_layers, least = len(profile.look_ahead), profile.min_selected_tokens
+    if least is not None:
+        return (
+            f"K_min: {least} keys (mean drop at most {profile.max_drop:g}, in mode post) with the first "
+            f"{profile.exact_layers} of {num_layers} layers exact, which do not look ahead"
+        )
+    tried = ", ".join(str(trial.exact_layers) for trial in profile.trials)
+    return (
+        f"K_min: there is none: tasks lose more than {profile.max_drop:g} in the mean with "
+        f"{profile.trials[0].num_selected} keys and {tried} of {num_layers} layers exact; raise --keys or --max-drop, "
+        f"or use another policy. The profile keeps {profile.exact_layers} exact layers"
     )
+
+
+def _drop(mean: float, error: float | None) -> str:
+    return f"{mean:+.3f}" if error is None else f"{mean:+.3f} ± {error:.3f}"

@@ -1,17 +1,23 @@
-"""`calibrate accuracy`: what HybridGen costs a model at several numbers of selected keys, in both modes.
+"""`calibrate accuracy`: with which first layers exact, and with how many selected keys, HybridGen costs a model little.
 
-Tasks are multiple choice: questions with their choices, and things hidden in a text and asked for among others
-(`eval.long_context`). For each sample the prompt is computed once, and what follows it as decode queries once for
-every setting. K_min is the paper's criterion (arXiv:2604.18529: a mean loss of 0.02): the fewest keys from which on
-tasks lose no more than that in the mean. Perplexity and needle are measured beside it.
+The criterion is the paper's (arXiv:2604.18529): tasks lose at most 0.02 in the mean (`eval.accuracy_meter`).
+
+    look-ahead   how well each layer's early query stands in for the true one; from its recall, where to begin
+    trials       the largest K, mode post, with more and more exact layers, until the criterion is met (`exact_layers`)
+    points       with these layers, each K in both modes: K_min is the fewest from which on it is met
+
+Exact layers come first since a larger K does not mend weights: where tasks lose with the largest K, early scores are
+too far from the true ones in some layer. Perplexity and needle are measured beside the points.
 
 Each part that is done is kept in a file beside the profile; a run that was interrupted goes on with what is missing if
 it is of the same model and settings.
 """
 
+import gc
 import hashlib
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,27 +25,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-from torch import Tensor
-
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError
 from ambidex.core.policy import HybridGenFeedback, HybridGenMode, PolicyName, resolve_policy
 from ambidex.core.selection import SelectionSetting
-from ambidex.core.step import SelectionFigures
-from ambidex.eval.agreement import Text
-from ambidex.eval.choice import cut_shots
-from ambidex.eval.continuation import split_ids
-from ambidex.eval.items import read_items
-from ambidex.eval.long_context import TASK_DEFAULTS, TASKS
+from ambidex.eval.accuracy_meter import COUNTED, NEEDLE, PERPLEXITY, AccuracyMeter, AccuracyPlan, Measured
+from ambidex.eval.exact_layers import find_fewest, list_candidates, next_candidate
+from ambidex.eval.long_context import TASKS
 from ambidex.eval.look_ahead import find_exact_layers, measure_look_ahead
-from ambidex.eval.needle import Haystack, digit_odds, make_haystack
-from ambidex.eval.probe import Probe, found_share
-from ambidex.eval.teacher import Progress, Teacher
-from ambidex.eval.words import Hay
+from ambidex.eval.teacher import Progress
 from ambidex.formats.accuracy_profile import (
     AccuracyPoint,
     AccuracyProfile,
+    AccuracyTrial,
     LayerLookAhead,
     find_min_selected,
     write_accuracy_json,
@@ -48,29 +46,11 @@ from ambidex.formats.locate import find_model
 from ambidex.formats.neuron_profile import fingerprint
 from ambidex.formats.spec import read_spec
 
-PART_VERSION: Final = 1
-NEEDLE_DEPTH: Final = 50
-"""Percent of the text."""
-CHOICE, NEEDLE, PERPLEXITY, LOOK_AHEAD = "choice", "needle", "perplexity", "look-ahead"
-Run = tuple[Sequence[int], int, int]
-"""Tokens of a text, how many of them are the prompt, and the first whose prediction counts."""
+PART_VERSION: Final = 2
+LOOK_AHEAD: Final = "look-ahead"
 MODES: Final = (HybridGenMode.POST, HybridGenMode.PRE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AccuracyPlan:
-    """What is measured: `keys` are numbers of selected keys; `context` tokens of each text, `rounds` secrets of each
-    task, `shots` and `num_items` questions of the file, `num_predicted` tokens of the perplexity."""
-
-    text: str
-    context: int
-    keys: Sequence[int]
-    questions: Path
-    shots: int
-    num_items: int | None
-    rounds: int
-    num_predicted: int
-    max_drop: float
+Scores = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+"""By task, the value of each sample under a setting and with all keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +73,7 @@ def run_accuracy(
     """Measure all parts and write the profile; yields each part when it is there.
 
     Args:
-        config: of hybridgen, or with no policy named.
+        config: of hybridgen, or with no policy named. `exact_layers`: these are kept, whatever they cost.
         path: the profile's, by the fingerprint of the model.
         anew: do not take over parts of an interrupted run.
         progress: called with (bytes read, bytes in all) while weights load.
@@ -108,29 +88,110 @@ def run_accuracy(
     file, settings = path(name), _settings(config, plan)
     partial = file.with_name(f"{file.name}.partial")
     head = {"version": PART_VERSION, "fingerprint": name, "settings": settings}
-    done: dict[str, Any] = {} if anew else read_parts(partial, head)
-    meter: _Meter | None = None
-    for part in (LOOK_AHEAD, CHOICE, *TASKS, NEEDLE, PERPLEXITY):
-        if part in done:
-            yield Part(name=part, seconds=done[part]["seconds"], is_kept=True)
-            continue
-        start = time.perf_counter()
-        if part == LOOK_AHEAD:
-            near = resolve_policy(config).near_tokens or 0
-            layers = measure_look_ahead(
-                replace(config, exact_layers=1), plan.text, context=plan.context, num_near=near, progress=progress
-            )
-            value: Any = [asdict(layer) for layer in layers]
-        else:
-            exact_layers = _exact_layers(config, done[LOOK_AHEAD]["value"])
-            meter = meter or _Meter(replace(config, exact_layers=exact_layers), plan, progress)
-            value = meter.measure(part)
-        done[part] = {"value": value, "seconds": time.perf_counter() - start}
-        write_accuracy_json(partial, {**head, "parts": done})
-        yield Part(name=part, seconds=done[part]["seconds"], is_kept=False)
-    profile = make_profile(config, plan, {part: kept["value"] for part, kept in done.items()}, model=name)
+    parts = _Parts(partial, head, {} if anew else read_parts(partial, head))
+    meters = _Meters(config, plan, progress)
+    near = resolve_policy(config).near_tokens or 0
+    yield parts.have(LOOK_AHEAD, lambda: [
+        asdict(layer) for layer in measure_look_ahead(
+            replace(config, exact_layers=1), plan.text, context=plan.context, num_near=near, progress=progress
+        )
+    ])  # fmt: skip
+    layers = tuple(LayerLookAhead(**layer) for layer in parts.value(LOOK_AHEAD))
+
+    first = config.exact_layers
+    candidates = list_candidates(find_exact_layers(layers), len(layers)) if first is None else [max(1, first)]
+    trials: dict[int, AccuracyTrial] = {}
+    tried: dict[int, bool] = {}
+    measured: dict[int, dict[str, Measured]] = {}
+    most = _largest(plan)
+    while (num := next_candidate(tried, candidates)) is not None:
+        measured[num] = {}
+        for task in COUNTED:
+            known = measured[candidates[0]].get(task)
+            measure = meters.measuring(num, task, [most], exact=None if known is None else known.exact)
+            part = f"{task}, {num} exact layers"
+            yield parts.have(part, measure)
+            measured[num][task] = Measured(**parts.value(part))
+        trials[num] = make_trial(measured[num], exact_layers=num, num_selected=most.num_selected)
+        tried[num] = trials[num].mean_drop <= plan.max_drop
+    chosen = find_fewest(tried) or candidates[0]
+
+    grid: dict[str, Measured] = {}
+    for task in (*COUNTED, NEEDLE, PERPLEXITY):
+        wanted, exact = _grid(plan), None
+        if task in COUNTED:  # the trial has the largest K
+            wanted, exact = _others(plan), measured[chosen][task].exact
+        yield parts.have(task, meters.measuring(chosen, task, wanted, exact=exact))
+        grid[task] = Measured(**parts.value(task))
+    meters.close()
+    points = make_points(plan, at_most=measured[chosen], others=grid)
+    profile = AccuracyProfile(
+        model=config.model,
+        fingerprint=name,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        settings=settings,
+        max_drop=plan.max_drop,
+        look_ahead=layers,
+        trials=tuple(trials[num] for num in sorted(trials)),
+        exact_layers=chosen,
+        min_selected_tokens=find_min_selected(points, max_drop=plan.max_drop),
+        points=points,
+    )
     write_accuracy_json(file, profile.record())
     partial.unlink(missing_ok=True)
+
+
+class _Parts:
+    """Parts that are done, and the file that keeps them."""
+
+    def __init__(self, path: Path, head: Mapping[str, Any], done: dict[str, Any]) -> None:
+        self._path = path
+        self._head = head
+        self._done = done
+
+    def have(self, name: str, measure: Callable[[], Any]) -> Part:
+        """Measure a part, unless it is there."""
+        is_kept = name in self._done
+        if not is_kept:
+            start = time.perf_counter()
+            value = measure()
+            self._done[name] = {"value": value, "seconds": time.perf_counter() - start}
+            write_accuracy_json(self._path, {**self._head, "parts": self._done})
+        return Part(name=name, seconds=self._done[name]["seconds"], is_kept=is_kept)
+
+    def value(self, name: str) -> Any:
+        """What was measured."""
+        return self._done[name]["value"]
+
+
+class _Meters:
+    """A meter for a number of exact layers, made when it is needed; one at a time, since each holds a model."""
+
+    def __init__(self, config: EngineConfig, plan: AccuracyPlan, progress: Progress | None) -> None:
+        self._config = config
+        self._plan = plan
+        self._progress = progress
+        self._held: tuple[int, AccuracyMeter] | None = None
+
+    def measuring(
+        self, exact_layers: int, task: str, settings: Sequence[SelectionSetting], *, exact: Sequence[float] | None
+    ) -> Callable[[], dict[str, Any]]:
+        """What measures a task, for a file."""
+        return lambda: asdict(self._of(exact_layers).measure(task, settings, exact=exact))
+
+    def close(self) -> None:
+        """Give back what the meter holds."""
+        if self._held is not None:
+            self._held[1].close()
+            self._held = None
+            gc.collect()  # engine and runner hold each other; the next one needs the memory
+
+    def _of(self, exact_layers: int) -> AccuracyMeter:
+        if self._held is None or self._held[0] != exact_layers:
+            self.close()
+            config = replace(self._config, exact_layers=exact_layers)
+            self._held = (exact_layers, AccuracyMeter(config, self._plan, self._progress))
+        return self._held[1]
 
 
 def read_parts(path: Path, head: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,143 +207,60 @@ def read_parts(path: Path, head: Mapping[str, Any]) -> dict[str, Any]:
         return {}
 
 
-def make_profile(config: EngineConfig, plan: AccuracyPlan, parts: Mapping[str, Any], *, model: str) -> AccuracyProfile:
-    """The profile that the values of all parts make."""
+def make_trial(measured: Mapping[str, Measured], *, exact_layers: int, num_selected: int) -> AccuracyTrial:
+    """What the tasks of one setting give together."""
+    scores = {task: (found.got[0], found.exact) for task, found in measured.items()}
+    keys = [measured[task].keys[0] for task in TASKS]  # in those of `choice` nearly all keys are near
+    return AccuracyTrial(
+        exact_layers=exact_layers,
+        num_selected=num_selected,
+        tasks=_shares(scores),
+        drop_error=find_drop_error(scores),
+        attended_share=sum(attended for attended, _ in keys) / max(1, sum(visible for _, visible in keys)),
+    )
+
+
+def make_points(
+    plan: AccuracyPlan, *, at_most: Mapping[str, Measured], others: Mapping[str, Measured]
+) -> tuple[AccuracyPoint, ...]:
+    """Each setting of the grid.
+
+    Args:
+        at_most: counted tasks with the largest K in mode post; others: in all other settings, and the other tasks in
+            all.
+    """
+    got = {task: dict(zip(_others(plan), others[task].got, strict=True)) for task in COUNTED}
+    for task in COUNTED:
+        got[task][_largest(plan)] = at_most[task].got[0]
     points = []
     for place, setting in enumerate(_grid(plan)):
-        tasks = {task: (parts[task]["got"][place], parts[task]["exact"]) for task in (CHOICE, *TASKS)}
+        scores = {task: (got[task][setting], at_most[task].exact) for task in COUNTED}
+        needle, loss = others[NEEDLE], others[PERPLEXITY]
+        attended, visible = loss.keys[place]
         points.append(
             AccuracyPoint(
                 num_selected=setting.num_selected,
                 mode=setting.mode,
-                tasks=tasks,
-                perplexity=(parts[PERPLEXITY]["got"][place], parts[PERPLEXITY]["exact"]),
-                needle=(parts[NEEDLE]["got"][place], parts[NEEDLE]["exact"]),
-                attended_share=parts[PERPLEXITY]["attended"][place],
+                tasks=_shares(scores),
+                drop_error=find_drop_error(scores),
+                perplexity=(math.exp(statistics.fmean(loss.got[place])), math.exp(statistics.fmean(loss.exact))),
+                needle=(statistics.fmean(needle.got[place]), statistics.fmean(needle.exact)),
+                attended_share=attended / max(1, visible),
             )
         )
-    return AccuracyProfile(
-        model=config.model,
-        fingerprint=model,
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        settings=_settings(config, plan),
-        max_drop=plan.max_drop,
-        look_ahead=tuple(LayerLookAhead(**layer) for layer in parts[LOOK_AHEAD]),
-        exact_layers=_exact_layers(config, parts[LOOK_AHEAD]),
-        min_selected_tokens=find_min_selected(tuple(points), max_drop=plan.max_drop),
-        points=tuple(points),
-    )
+    return tuple(points)
 
 
-class _Meter:
-    """An engine whose K and mode are set from outside, and the samples of each part."""
-
-    def __init__(self, config: EngineConfig, plan: AccuracyPlan, progress: Progress | None) -> None:
-        self._plan = plan
-        self._grid = _grid(plan)
-        self._teacher = Teacher(config, progress=progress)
-        self._teacher.check_length(plan.context, flag="--context")
-
-    def measure(self, part: str) -> dict[str, Any]:
-        """`got` of each setting, `exact`, `attended` (share of keys) of each setting, and how many `samples`."""
-        samples = self._samples(part)
-        got, exact = [0.0] * len(self._grid), 0.0
-        chosen: list[SelectionFigures] = [SelectionFigures()] * len(self._grid)
-        for sample in samples:
-            scores = []
-            for ids, num_prompt, first in sample.runs:
-                runs = self._teacher.with_settings(ids, num_prompt=num_prompt, first=first, settings=self._grid)
-                truth = self._teacher.exact(ids, first=first)
-                scores.append([truth, *(logprobs for logprobs, _ in runs)])
-                chosen = [past.join(figures) for past, (_, figures) in zip(chosen, runs, strict=True)]
-            values = [sample.score([run[place] for run in scores]) for place in range(len(self._grid) + 1)]
-            exact += values[0]
-            got = [past + value for past, value in zip(got, values[1:], strict=True)]
-        count = len(samples)
-        mean = math.exp if part == PERPLEXITY else float  # of the mean loss, or of the share
-        return {
-            "got": [mean(value / count) for value in got],
-            "exact": mean(exact / count),
-            "attended": [figures.attended_share for figures in chosen],
-            "samples": count,
-        }
-
-    def _samples(self, part: str) -> list["_Sample"]:
-        plan, tokenizer = self._plan, self._teacher.engine.tokenizer
-        if part == CHOICE:
-            return self._questions()
-        if part == PERPLEXITY:
-            ids = tokenizer.encode(plan.text)
-            text = Text(token_ids=ids, context=plan.context, num_predicted=plan.num_predicted, num_windows=1)
-            (window,) = text.windows()
-            num_prompt = plan.context - plan.num_predicted
-            targets = torch.tensor(window[num_prompt + 1 :])[:, None]
-            return [
-                _Sample(
-                    runs=[(window[:-1], num_prompt, num_prompt)],
-                    score=lambda runs: -float(runs[0].gather(1, targets.to(runs[0].device)).mean()),
-                )
-            ]
-        if part == NEEDLE:
-            return [
-                _needle_sample(make_haystack(
-                    tokenizer, plan.text, context=plan.context, depth_percent=NEEDLE_DEPTH, seed=seed
-                ))
-                for seed in range(plan.rounds)
-            ]  # fmt: skip
-        make = TASKS[part](tokenizer, Hay.of(tokenizer, plan.text), plan.context, TASK_DEFAULTS[part])
-        return [_probe_sample(make(seed)) for seed in range(plan.rounds)]
-
-    def _questions(self) -> list["_Sample"]:
-        plan, tokenizer = self._plan, self._teacher.engine.tokenizer
-        items = read_items(plan.questions)
-        before, asked = cut_shots(items, plan.shots)
-        samples = []
-        for item in asked[: plan.num_items]:
-            runs: list[Run] = []
-            tails: list[Sequence[int]] = []
-            for context, continuation in zip(item.contexts, item.continuations, strict=True):
-                head, tail = split_ids(tokenizer, before + context, continuation)
-                ids = [*head, *tail[:-1]]
-                self._teacher.check_length(len(ids) + 1, flag="--shots: a question of")
-                if len(ids) < 2:
-                    raise ConfigError("a question has one token, and nothing in front of it: give --shots at least 1")
-                runs.append((ids, min(max(1, len(head) - 1), len(ids) - 1), len(head) - 1))
-                tails.append(tail)
-            samples.append(_choice_sample(runs, tails, item.right))
-        return samples
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sample:
-    """Texts to run, and what the log-probabilities of all of them give."""
-
-    runs: list[Run]
-    score: Callable[[list[Tensor]], float]
-
-
-def _needle_sample(hay: Haystack) -> _Sample:
-    return _Sample(
-        runs=[(hay.ids, hay.num_prompt, hay.num_prompt)],
-        score=lambda runs: _mean([float(odds > 0) for odds in digit_odds(runs[0], hay)]),
-    )
-
-
-def _probe_sample(probe: Probe) -> _Sample:
-    num_prompt = len(probe.prompt)
-    return _Sample(
-        runs=[([*probe.prompt, *probe.question], num_prompt, num_prompt)],
-        score=lambda runs: found_share(runs[0][-1], probe),
-    )
-
-
-def _choice_sample(runs: list[Run], tails: Sequence[Sequence[int]], right: int) -> _Sample:
-    def score(logprobs: list[Tensor]) -> float:
-        places = [torch.tensor(tail)[:, None] for tail in tails]
-        sums = [float(run.gather(1, tail.to(run.device)).sum()) for run, tail in zip(logprobs, places, strict=True)]
-        return float(max(range(len(sums)), key=sums.__getitem__) == right)
-
-    return _Sample(runs=runs, score=score)
+def find_drop_error(scores: Scores) -> float | None:
+    """The standard error of the mean drop, from what each sample loses against itself with all keys; None: a task has
+    one sample, which does not tell."""
+    if any(len(got) < 2 for got, _ in scores.values()):
+        return None
+    variances = [
+        statistics.variance([truth - value for value, truth in zip(got, exact, strict=True)]) / len(got)
+        for got, exact in scores.values()
+    ]
+    return math.sqrt(math.fsum(variances)) / len(scores)
 
 
 def _prepare(config: EngineConfig) -> EngineConfig:
@@ -301,13 +279,6 @@ def _prepare(config: EngineConfig) -> EngineConfig:
     )
 
 
-def _exact_layers(config: EngineConfig, layers: Sequence[Mapping[str, float]]) -> int:
-    """As the user has it, or as measured."""
-    if config.exact_layers is not None:
-        return max(1, config.exact_layers)
-    return find_exact_layers([LayerLookAhead(**layer) for layer in layers])
-
-
 def _grid(plan: AccuracyPlan) -> list[SelectionSetting]:
     return [SelectionSetting(num_selected=num, mode=mode) for mode in MODES for num in sorted(plan.keys)]
 
@@ -324,5 +295,15 @@ def _settings(config: EngineConfig, plan: AccuracyPlan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+def _largest(plan: AccuracyPlan) -> SelectionSetting:
+    """What exact layers are tried with."""
+    return SelectionSetting(num_selected=max(plan.keys), mode=HybridGenMode.POST)
+
+
+def _others(plan: AccuracyPlan) -> list[SelectionSetting]:
+    """The rest of the grid."""
+    return [setting for setting in _grid(plan) if setting != _largest(plan)]
+
+
+def _shares(scores: Scores) -> dict[str, tuple[float, float]]:
+    return {task: (statistics.fmean(got), statistics.fmean(exact)) for task, (got, exact) in scores.items()}

@@ -2,7 +2,9 @@
 
     inputs of layers i − 1 and i  →  q̂ = W_q(i) · input(i − 1),  q = W_q(i) · input(i)  →  q̂·k and q·k of all far keys
 
-Near keys, which HybridGen scores truly, are left out. The text is a prompt, which attends all keys.
+Near keys, which HybridGen scores truly, are left out where scores are compared. Weights are those of all keys, as it
+makes them: early scores of the far keys and true ones of the near in one softmax. The text is a prompt, which attends
+all keys.
 """
 
 import math
@@ -120,8 +122,17 @@ class _Probe:
             if position < self.first_query:
                 continue
             far = keys[:, : position - self._num_near]
-            true, stale = (group_scores(x[row][None].float(), far, scale)[:, 0] for x in (q, early))  # [Hq, far]
-            figures = torch.stack((cosine[row], correlation(true, stale).mean(), recall(true, stale).mean()))
+            scores = group_scores(q[row][None].float(), keys[:, : position + 1], scale)[:, 0]  # [Hq, S]
+            stale = group_scores(early[row][None].float(), far, scale)[:, 0]  # [Hq, far]
+            true = scores[:, : far.shape[1]]
+            figures = torch.stack(
+                (
+                    cosine[row],
+                    correlation(true, stale).mean(),
+                    recall(true, stale).mean(),
+                    weight_distance(scores, stale).mean(),
+                )
+            )
             self._sums[layer_idx] = self._sums.get(layer_idx, torch.zeros_like(figures)) + figures
             self._num_seen[layer_idx] = self._num_seen.get(layer_idx, 0) + 1
 
@@ -130,9 +141,10 @@ class _Probe:
         means: Mapping[int, list[float]] = {
             layer_idx: (sums / self._num_seen[layer_idx]).tolist() for layer_idx, sums in self._sums.items()
         }
-        found = [means.get(layer_idx, [0.0, 0.0, 0.0]) for layer_idx in range(num_layers)]
+        found = [means.get(layer_idx, [0.0] * 4) for layer_idx in range(num_layers)]
         return tuple(
-            LayerLookAhead(input_cosine=cosine, correlation=linear, recall=mass) for cosine, linear, mass in found
+            LayerLookAhead(input_cosine=cosine, correlation=linear, recall=mass, weight_distance=distance)
+            for cosine, linear, mass, distance in found
         )
 
 
@@ -161,3 +173,10 @@ def recall(true: Tensor, early: Tensor) -> Tensor:
     probs = true.softmax(1)
     found, best = (probs.gather(1, scores.topk(count, dim=1).indices).sum(1) for scores in (early, true))
     return (found / best).clamp(max=1)
+
+
+def weight_distance(true: Tensor, early: Tensor) -> Tensor:
+    """How far weights are from those that true scores [H, S] give, if early ones [H, far] stand in the place of those
+    of the first keys: total variation, the share of the weight that lies on other keys, [H], 0 … 1."""
+    joined = torch.cat((early, true[:, early.shape[1] :]), dim=1)
+    return (joined.softmax(1) - true.softmax(1)).abs().sum(1) / 2

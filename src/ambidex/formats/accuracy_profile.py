@@ -1,9 +1,10 @@
 """`AccuracyProfile`: what HybridGen costs a model in accuracy, by `ambidex calibrate accuracy`; a JSON file.
 
 look_ahead           per layer, how well the query that is made one layer early stands in for the true one
-exact_layers         first layers that do not look ahead, since their early query does not
-min_selected_tokens  K_min: from so many selected keys on, tasks lose no more than was allowed in the mean
-points               what was measured at each number of keys and in each mode
+trials               what tasks lose with the largest number of keys, at each number of exact layers that was tried
+exact_layers         first layers that do not look ahead: the fewest tried with which tasks lose no more than is allowed
+min_selected_tokens  K_min: from so many selected keys on, with these layers, they lose no more in the mean
+points               what was measured with these layers at each number of keys and in each mode
 """
 
 import json
@@ -19,7 +20,7 @@ from ambidex.core.policy import HybridGenMode
 from ambidex.formats.fields import Fields
 from ambidex.formats.json_file import parse_json_object
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of the form that is read and written here; a change that an older reader would get wrong adds 1."""
 MAX_BYTES: Final = 1 << 22
 """A profile has some 10 KiB."""
@@ -34,21 +35,47 @@ class LayerLookAhead:
 
     `input_cosine`: of the inputs of both layers. `correlation`: of early and true scores (Pearson). `recall`: the
     softmax mass of the keys that the early query scores highest, over that of as many that the true one does.
+    `weight_distance`: the share of the weight that lies on other keys than it should (total variation), over all keys
+    with early scores of those that are not near.
     """
 
     input_cosine: float
     correlation: float
     recall: float
+    weight_distance: float
+
+
+Tasks = Mapping[str, tuple[float, float]]
+"""By task, the share answered rightly under the policy and with all keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccuracyTrial:
+    """What tasks gave with a number of exact layers and of selected keys, in mode post. `drop_error`: the standard
+    error of `mean_drop`, None where a task has one sample; `attended_share`: of the keys, in tasks on long texts."""
+
+    exact_layers: int
+    num_selected: int
+    tasks: Tasks
+    drop_error: float | None
+    attended_share: float
+
+    @property
+    def mean_drop(self) -> float:
+        """What the tasks lose against all keys, in the mean; negative where they gain."""
+        return find_mean_drop(self.tasks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccuracyPoint:
-    """What one number of selected keys gave in one mode: by task, the share answered rightly under the policy and with
-    all keys. Perplexity and needle (share of digits found) do not count in `mean_drop`."""
+    """What one number of selected keys gave in one mode, with the exact layers of the profile. Perplexity and needle
+    (share of digits found), each under the policy and with all keys, do not count in `mean_drop`, whose standard error
+    is `drop_error`, None where a task has one sample."""
 
     num_selected: int
     mode: HybridGenMode
-    tasks: Mapping[str, tuple[float, float]]
+    tasks: Tasks
+    drop_error: float | None
     perplexity: tuple[float, float]
     needle: tuple[float, float]
     attended_share: float
@@ -56,13 +83,14 @@ class AccuracyPoint:
     @property
     def mean_drop(self) -> float:
         """What the tasks lose against all keys, in the mean; negative where they gain."""
-        return math.fsum(exact - got for got, exact in self.tasks.values()) / len(self.tasks)
+        return find_mean_drop(self.tasks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccuracyProfile:
     """See above. `fingerprint` names the model's weights, `model` what the user called it; `settings` are what was
-    measured with. `min_selected_tokens` None: no number of keys met the criterion."""
+    measured with. `min_selected_tokens` None: no number of keys met the criterion with any number of exact layers that
+    was tried; then `exact_layers` is the first of them."""
 
     model: str
     fingerprint: str
@@ -70,6 +98,7 @@ class AccuracyProfile:
     settings: Mapping[str, Any]
     max_drop: float
     look_ahead: tuple[LayerLookAhead, ...]
+    trials: tuple[AccuracyTrial, ...]
     exact_layers: int
     min_selected_tokens: int | None
     points: tuple[AccuracyPoint, ...]
@@ -79,8 +108,14 @@ class AccuracyProfile:
         return {
             "version": VERSION,
             **asdict(self),
+            "trials": [{**asdict(trial), "mean_drop": trial.mean_drop} for trial in self.trials],
             "points": [{**asdict(point), "mean_drop": point.mean_drop} for point in self.points],
         }
+
+
+def find_mean_drop(tasks: Tasks) -> float:
+    """What tasks lose against all keys, in the mean; negative where they gain."""
+    return math.fsum(exact - got for got, exact in tasks.values()) / len(tasks)
 
 
 def find_min_selected(points: tuple[AccuracyPoint, ...], *, max_drop: float) -> int | None:
@@ -180,24 +215,47 @@ def _parse(fields: Fields) -> AccuracyProfile:
                 input_cosine=layer.number("input_cosine", low=-1.01, high=1.01),
                 correlation=layer.number("correlation", low=-1.01, high=1.01),
                 recall=layer.number("recall", low=0, high=1.01),
+                weight_distance=layer.number("weight_distance", low=0, high=1.01),
             )
             for layer in _list(fields, "look_ahead")
         ),
+        trials=tuple(_parse_trial(trial) for trial in _list(fields, "trials")),
         exact_layers=fields.integer("exact_layers", high=MAX_POINTS),
         min_selected_tokens=floor,
         points=tuple(_parse_point(point) for point in _list(fields, "points")),
     )
 
 
-def _parse_point(fields: Fields) -> AccuracyPoint:
+def _parse_trial(fields: Fields) -> AccuracyTrial:
+    return AccuracyTrial(
+        exact_layers=fields.integer("exact_layers", high=MAX_POINTS),
+        num_selected=fields.integer("num_selected", high=MAX_SELECTED),
+        tasks=_parse_tasks(fields),
+        drop_error=_parse_error(fields),
+        attended_share=fields.number("attended_share", low=0, high=1),
+    )
+
+
+def _parse_tasks(fields: Fields) -> Tasks:
     tasks = fields.group("tasks")
+    if not tasks.values:
+        raise fields.error("tasks", "an object with tasks")
+    return {name: _pair(tasks, name, high=1.0) for name in tasks.values}
+
+
+def _parse_error(fields: Fields) -> float | None:
+    return fields.number("drop_error", low=0, high=1) if fields.has("drop_error") else None
+
+
+def _parse_point(fields: Fields) -> AccuracyPoint:
     mode = fields.text("mode")
-    if mode not in (HybridGenMode.POST, HybridGenMode.PRE) or not tasks.values:
-        raise fields.error("mode", "post or pre, with tasks")
+    if mode not in (HybridGenMode.POST, HybridGenMode.PRE):
+        raise fields.error("mode", "post or pre")
     return AccuracyPoint(
         num_selected=fields.integer("num_selected", high=MAX_SELECTED),
         mode=HybridGenMode(mode),
-        tasks={name: _pair(tasks, name, high=1.0) for name in tasks.values},
+        tasks=_parse_tasks(fields),
+        drop_error=_parse_error(fields),
         perplexity=_pair(fields, "perplexity", high=math.inf),
         needle=_pair(fields, "needle", high=1.0),
         attended_share=fields.number("attended_share", low=0, high=1),
