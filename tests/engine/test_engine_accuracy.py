@@ -1,22 +1,27 @@
 """`calibrate accuracy` on a tiny model: what is measured, what an interrupted run leaves, and who reads the file."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from ambidex.cli.calibrate_accuracy import found_text
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError
 from ambidex.core.policy import HybridGenMode
 from ambidex.core.selection import SelectionSetting
 from ambidex.engine.chosen_policy import choose_policy
 from ambidex.engine.compose import build_engine
-from ambidex.eval.accuracy import AccuracyPlan, run_accuracy
-from ambidex.eval.look_ahead import correlation, find_exact_layers, measure_look_ahead, recall
+from ambidex.eval.accuracy import find_drop_error, run_accuracy
+from ambidex.eval.accuracy_meter import AccuracyMeter, AccuracyPlan
+from ambidex.eval.look_ahead import correlation, find_exact_layers, measure_look_ahead, recall, weight_distance
 from ambidex.eval.teacher import Teacher
 from ambidex.formats.accuracy_profile import (
     AccuracyPoint,
@@ -43,7 +48,8 @@ PLAN = AccuracyPlan(
     num_predicted=8,
     max_drop=1.0,
 )
-PARTS = ["look-ahead", "choice", "multikey", "variables", "counting", "needle", "perplexity"]
+COUNTED = ["choice", "multikey", "variables", "counting"]
+PARTS = ["look-ahead", *(f"{task}, 1 exact layers" for task in COUNTED), *COUNTED, "needle", "perplexity"]
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +83,12 @@ def test_calibration_goes_on_after_an_interruption_and_is_read_by_the_policy(
 ) -> None:
     config, path = make_config(folder, exact_layers=1), tmp_path / "accuracy.json"
     first: Iterator[Any] = run_accuracy(config, plan, lambda _name: path)
-    assert [next(first).name for _ in range(3)] == PARTS[:3]
+    assert [next(first).name for _ in range(7)] == PARTS[:7]
     first.close()  # type: ignore[attr-defined]  # as Ctrl-C does
     assert not path.exists()
     again = list(run_accuracy(config, plan, lambda _name: path))
     assert [part.name for part in again] == PARTS
-    assert [part.is_kept for part in again] == [True] * 3 + [False] * 4
+    assert [part.is_kept for part in again] == [True] * 7 + [False] * 4
     assert not path.with_name("accuracy.json.partial").exists()
 
     source = find_model(str(folder))
@@ -95,6 +101,10 @@ def test_calibration_goes_on_after_an_interruption_and_is_read_by_the_policy(
     ]  # fmt: skip
     assert all(set(point.tasks) == {"choice", "multikey", "variables", "counting"} for point in profile.points)
     assert profile.min_selected_tokens == 8, "everything may be lost"
+    (trial,) = profile.trials
+    assert (trial.exact_layers, trial.num_selected, profile.exact_layers) == (1, 64, 1), "what is set is kept"
+    assert trial.tasks == profile.points[1].tasks, "measured once"
+    assert trial.drop_error is None, "one round does not tell"
     assert len(profile.look_ahead) == spec.num_layers
     fewer, more = profile.points[:2]
     assert fewer.attended_share < more.attended_share < 1
@@ -109,6 +119,112 @@ def test_calibration_goes_on_after_an_interruption_and_is_read_by_the_policy(
     assert choose_policy(kept, source, spec).settings.min_selected_tokens == 5, (
         "what is set goes before what is measured"
     )
+
+
+NUM_DEEP_LAYERS = 6
+
+
+@pytest.fixture(scope="module")
+def deep_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of equal layers that change their input little: each early query finds the right keys."""
+    folder = make_folder(tmp_path_factory.mktemp("deep"))
+    tensors = load_file(folder / "model.safetensors")
+    first = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.0.")}
+    for name, tensor in first.items():
+        damped = 0.02 * tensor if name.endswith(("o_proj.weight", "down_proj.weight")) else tensor
+        for layer_idx in range(NUM_DEEP_LAYERS):
+            tensors[name.replace(".0.", f".{layer_idx}.")] = damped.clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": NUM_DEEP_LAYERS}))
+    return folder
+
+
+def test_more_exact_layers_are_tried_until_tasks_lose_little(
+    deep_folder: Path, tmp_path: Path, plan: AccuracyPlan
+) -> None:
+    """The trials are made up, in the file that an interrupted run leaves; what follows from them is measured."""
+    config, plan, path = make_config(deep_folder), replace(plan, max_drop=0.5), tmp_path / "accuracy.json"
+    first: Iterator[Any] = run_accuracy(config, plan, lambda _name: path)
+    begun = [next(first).name for _ in range(2)]
+    assert begun == ["look-ahead", "choice, 1 exact layers"], "all early queries are good: one is tried first"
+    first.close()  # type: ignore[attr-defined]  # as Ctrl-C does
+    partial = path.with_name("accuracy.json.partial")
+    state = json.loads(partial.read_text())
+    for num, drop in ((1, 1.0), (3, 0.25), (2, 0.75)):
+        value = {"got": [[1 - drop, 1 - drop]], "exact": [1.0, 1.0], "keys": [[num, 10]]}
+        state["parts"] |= {f"{task}, {num} exact layers": {"value": value, "seconds": 0.0} for task in COUNTED}
+    partial.write_text(json.dumps(state))
+    plan_two = replace(plan, rounds=2)
+    assert not any(part.is_kept for part in islice(run_accuracy(config, plan_two, lambda _name: path), 1)), "other plan"
+    partial.write_text(json.dumps(state))
+
+    parts = list(run_accuracy(config, plan, lambda _name: path))
+    trials = [f"{task}, {num} exact layers" for num in (1, 3, 2) for task in COUNTED]
+    assert [part.name for part in parts] == ["look-ahead", *trials, *COUNTED, "needle", "perplexity"]
+    assert [part.is_kept for part in parts] == [True] * 13 + [False] * 6
+    profile = json.loads(path.read_text())
+    found = [(trial["exact_layers"], trial["mean_drop"]) for trial in profile["trials"]]
+    assert found == [(1, 1), (2, 0.75), (3, 0.25)]
+    assert [trial["attended_share"] for trial in profile["trials"]] == [0.1, 0.2, 0.3]
+    assert profile["exact_layers"] == 3
+    most = [point for point in profile["points"] if (point["num_selected"], point["mode"]) == (64, "post")]
+    assert [point["mean_drop"] for point in most] == [0.25], "of the trial, which is not measured again"
+    assert all(0.5 < point["attended_share"] < 0.7 for point in profile["points"]), "three of six layers are exact"
+
+
+def test_no_number_of_exact_layers_that_does_leaves_the_first(
+    deep_folder: Path, tmp_path: Path, plan: AccuracyPlan
+) -> None:
+    config, path = make_config(deep_folder), tmp_path / "accuracy.json"
+    names = [part.name for part in run_accuracy(config, replace(plan, max_drop=-2.0), lambda _name: path)]
+    assert [int(name.split()[1]) for name in names if name.startswith("choice, ")] == [1, 3, 4, 5], "by bisection"
+    value = json.loads(path.read_text())
+    assert (value["exact_layers"], value["min_selected_tokens"]) == (1, None)
+    shares = [trial["attended_share"] for trial in value["trials"]]
+    assert shares == sorted(set(shares)), "each trial had its own exact layers"
+    path.write_text(json.dumps({**value, "max_drop": 0.0}))
+    source = find_model(str(deep_folder))
+    profile = read_accuracy_profile(
+        path, model="tiny", fingerprint=fingerprint(source, read_spec(source)), num_layers=NUM_DEEP_LAYERS
+    )
+    assert "there is none" in found_text(profile)
+    assert "64 keys and 1, 3, 4, 5 of 6 layers exact" in found_text(profile)
+
+
+def test_more_exact_layers_than_layers_are_refused(folder: Path, tmp_path: Path, plan: AccuracyPlan) -> None:
+    with pytest.raises(ConfigError, match=r"`exact_layers` is 99: the model has \d layers"):
+        list(run_accuracy(make_config(folder, exact_layers=99), plan, lambda _name: tmp_path / "x.json"))
+
+
+def test_known_scores_with_all_keys_are_not_measured_again(folder: Path, plan: AccuracyPlan) -> None:
+    config = make_config(folder, exact_layers=1, hybridgen_feedback="full", min_selected_tokens=2)
+    meter = AccuracyMeter(config, plan, None)
+    settings = [SelectionSetting(num_selected=8), SelectionSetting(num_selected=64)]
+    alone = meter.measure("multikey", settings)
+    assert [len(values) for values in alone.got] == [1, 1]
+    (few, all_few), (many, all_many) = alone.keys
+    assert few < many < all_few == all_many
+    known = meter.measure("multikey", settings, exact=[0.125])
+    assert (known.got, known.exact) == (alone.got, [0.125])
+
+
+def test_drop_error_is_that_of_paired_samples() -> None:
+    """Both runs answer the same samples, so what all of them lose alike is no error."""
+    steady = ([0.0, 0.5, 0.25], [0.5, 1.0, 0.75])
+    varied = ([0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0])  # losses 1, 0, 1, 0: variance 1/3, of the mean 1/12
+    assert find_drop_error({"a": steady}) == 0
+    assert find_drop_error({"a": steady, "b": varied}) == pytest.approx((1 / 12) ** 0.5 / 2)
+    assert find_drop_error({"a": steady, "b": ([1.0], [1.0])}) is None
+
+
+def test_weight_distance_is_the_share_of_the_weight_elsewhere() -> None:
+    true = torch.tensor([[0.0, 0.0, 0.0, 0.0]])
+    assert weight_distance(true, true[:, :2]).tolist() == [0.0]
+    # the far two get 3 each where the near two have 1 each: weights 3/8, 3/8, 1/8, 1/8 instead of 1/4
+    torch.testing.assert_close(weight_distance(true, torch.full((1, 2), math.log(3.0))), torch.tensor([0.25]))
+    apart = torch.tensor([[100.0, 0.0, 0.0]])
+    torch.testing.assert_close(weight_distance(apart, torch.tensor([[0.0, 100.0]])), torch.tensor([1.0]))
 
 
 def test_file_of_other_weights_is_refused_with_the_command_that_makes_one(
@@ -137,7 +253,8 @@ def test_file_of_other_weights_is_refused_with_the_command_that_makes_one(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 7}, "version 7, version 1 is read"),
+        ({"version": 1}, "version 1, version 2 is read here: make one with `ambidex calibrate accuracy tiny"),
+        ({"trials": [{"exact_layers": 1}]}, r"trials\[0\].*num_selected"),
         ({"exact_layers": "2"}, "exact_layers is '2'"),
         ({"min_selected_tokens": -1}, "min_selected_tokens is -1"),
         ({"look_ahead": [1]}, "look_ahead is"),
@@ -146,9 +263,10 @@ def test_file_of_other_weights_is_refused_with_the_command_that_makes_one(
     ],
 )
 def test_file_that_is_none_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    layer = {"input_cosine": 0.5, "correlation": 0.5, "recall": 0.5}
-    value = {"version": 1, "model": "tiny", "fingerprint": "x", "date": "today", "settings": {}, "max_drop": 0.02,
-             "look_ahead": [layer] * 2, "exact_layers": 1, "min_selected_tokens": 8, "points": []}  # fmt: skip
+    layer = {"input_cosine": 0.5, "correlation": 0.5, "recall": 0.5, "weight_distance": 0.5}
+    value = {"version": 2, "model": "tiny", "fingerprint": "x", "date": "today", "settings": {}, "max_drop": 0.02,
+             "look_ahead": [layer] * 2, "trials": [], "exact_layers": 1, "min_selected_tokens": 8,
+             "points": []}  # fmt: skip
     path = tmp_path / "accuracy.json"
     path.write_text(json.dumps(value))
     assert read_accuracy_profile(path, model="tiny", fingerprint="x", num_layers=2).exact_layers == 1
@@ -188,8 +306,9 @@ def test_floor_above_the_context_is_refused(folder: Path) -> None:
 
 def test_look_ahead_is_perfect_where_inputs_are_equal_and_worse_where_they_are_not(folder: Path) -> None:
     layers = measure_look_ahead(make_config(folder, exact_layers=1), TEXT, context=200, num_near=NEAR)
-    assert layers[0] == LayerLookAhead(input_cosine=0.0, correlation=0.0, recall=0.0)
+    assert layers[0] == LayerLookAhead(input_cosine=0.0, correlation=0.0, recall=0.0, weight_distance=0.0)
     assert all(-1 <= layer.correlation <= 1 and 0 < layer.recall <= 1 for layer in layers[1:])
+    assert all(0 < layer.weight_distance < 1 for layer in layers[1:])
     scores = torch.randn(3, 200, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(recall(scores, scores), torch.ones(3))
     assert torch.allclose(correlation(scores, 2 * scores + 1), torch.ones(3))
@@ -208,15 +327,15 @@ def test_look_ahead_is_perfect_where_inputs_are_equal_and_worse_where_they_are_n
     ],
 )
 def test_first_layers_are_those_before_three_good_ones(recalls: list[float], wanted: int) -> None:
-    layers = [LayerLookAhead(input_cosine=0.5, correlation=0.5, recall=value) for value in recalls]
+    layers = [LayerLookAhead(input_cosine=0.5, correlation=0.5, recall=value, weight_distance=0.5) for value in recalls]
     assert find_exact_layers(layers) == wanted
 
 
 def test_least_number_of_keys_is_the_one_from_which_on_none_loses_more() -> None:
     def point(num: int, drop: float, mode: HybridGenMode = HybridGenMode.POST) -> AccuracyPoint:
         return AccuracyPoint(
-            num_selected=num, mode=mode, tasks={"a": (0.5, 0.5), "b": (0.5, 0.5 + 2 * drop)}, perplexity=(2.0, 2.0),
-            needle=(1.0, 1.0), attended_share=0.5,
+            num_selected=num, mode=mode, tasks={"a": (0.5, 0.5), "b": (0.5, 0.5 + 2 * drop)}, drop_error=None,
+            perplexity=(2.0, 2.0), needle=(1.0, 1.0), attended_share=0.5,
         )  # fmt: skip
 
     points = (point(8, 0.01), point(16, 0.05), point(32, 0.02), point(64, -0.1), point(64, 0.3, HybridGenMode.PRE))

@@ -73,7 +73,7 @@ def run_accuracy(
     """Measure all parts and write the profile; yields each part when it is there.
 
     Args:
-        config: of hybridgen, or with no policy named. `exact_layers`: these are kept, whatever they cost.
+        config: of hybridgen, or with no policy named. `exact_layers`: these are kept, whatever tasks lose with them.
         path: the profile's, by the fingerprint of the model.
         anew: do not take over parts of an interrupted run.
         progress: called with (bytes read, bytes in all) while weights load.
@@ -88,6 +88,8 @@ def run_accuracy(
     file, settings = path(name), _settings(config, plan)
     partial = file.with_name(f"{file.name}.partial")
     head = {"version": PART_VERSION, "fingerprint": name, "settings": settings}
+    if config.exact_layers is not None and config.exact_layers > spec.num_layers:
+        raise ConfigError(f"`exact_layers` is {config.exact_layers}: the model has {spec.num_layers} layers: lower it")
     parts = _Parts(partial, head, {} if anew else read_parts(partial, head))
     meters = _Meters(config, plan, progress)
     near = resolve_policy(config).near_tokens or 0
