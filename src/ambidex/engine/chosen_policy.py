@@ -65,8 +65,8 @@ def choose_policy(
         floor = profile.min_selected_tokens
         if floor is None and settings.hybridgen_feedback not in (None, HybridGenFeedback.OFF):
             raise ConfigError(
-                f"accuracy profile {path} found no number of keys at which {config.model} loses at most "
-                f"{profile.max_drop:g}: give `min_selected_tokens` yourself, leave `hybridgen_feedback` off, or "
+                f"accuracy profile {path} found no number of keys and of exact layers at which {config.model} loses at "
+                f"most {profile.max_drop:g}: give `min_selected_tokens` yourself, leave `hybridgen_feedback` off, or "
                 f"measure more keys: {calibrate_command(config.model)}"
             )
     return ChosenPolicy(
