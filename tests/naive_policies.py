@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ambidex.attention.select.keyformer import gumbel_noise, noise_seed
+from ambidex.attention.select.keyformer import noise_seed
 from ambidex.core.model_spec import ModelSpec
 from ambidex.kernels import api
+from ambidex.kernels.noise import gumbel_noise
 from ambidex.layers.rope import RotaryEmbedding
 from selective_world import CPU, TinyModel
 

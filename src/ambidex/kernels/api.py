@@ -1,12 +1,13 @@
 """The only door to the ops: each function checks its tensors, chooses an implementation and calls it.
 
 Letters: T tokens of the step, S keys, Hq and Hkv heads, D head_dim, N blocks of a pool, P tokens of a block. All ops
-are pure functions of their tensors except `store_rows`, `rotate_and_store` and `predict_far`; none synchronises with a
-device, except the references of `attend_paged`, `attend_scanned`, `attend_early` and `attend_predicted`. Kernels in
-Triton are imported when one is chosen: a machine without it runs the rest.
+are pure functions of their tensors except `store_rows`, `rotate_and_store`, `predict_far` and `add_sums`; none
+synchronises with a device, except the references of `attend_paged`, `attend_scanned`, `attend_early` and
+`attend_predicted`. Kernels in Triton are imported when one is chosen: a machine without it runs the rest.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Final
 
 import torch
@@ -16,9 +17,10 @@ from ambidex.core.errors import ShapeError
 from ambidex.kernels.cpu import memory, native
 from ambidex.kernels.cpu import rows as native_rows
 from ambidex.kernels.dispatch import choose
-from ambidex.kernels.early_rows import AlphaCount, EarlyRows, FarCut, PartialRows
+from ambidex.kernels.early_rows import AlphaCount, EarlyRows, FarCut, PartialRows, SumRows, SumRule
 from ambidex.kernels.reference import activation, chosen, early, kv_store, kv_tiles, paged, quantize, rope, scanned
 from ambidex.kernels.reference import attention as reference_attention
+from ambidex.kernels.reference import held as reference_held
 from ambidex.kernels.reference import merge as reference_merge
 from ambidex.kernels.reference import norm as reference_norm
 from ambidex.kernels.reference import sampling as reference_sampling
@@ -402,6 +404,89 @@ def attend_predicted(
             q, early_q, near_k, near_v, cut, rows, layer_idx=layer_idx, scale=scale
         )
     return early.attend_predicted(q, early_q, near_k, near_v, cut, rows, layer_idx=layer_idx, scale=scale)
+
+
+def attend_held(
+    q: Tensor, near_k: Tensor, near_v: Tensor, rows: EarlyRows, held_rows: SumRows, *, max_far: int, layer_idx: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Attend with one query of each request over its near keys, and over the far ones that are held or recent.
+
+    Args:
+        q: [B, Hq, D], in the dtype of near rows; query head h reads KV head h // (Hq / Hkv).
+        near_k, near_v: [Hkv, S, R, D], one layer of near rows of S requests, contiguous but for the first axis.
+        rows: of each request, on the device, with room for Hq · (far + near) scores from `score_first` on. NOTE: as in
+            `attend_early`.
+        held_rows: which far keys are attended, of the same requests.
+        max_far: far keys of all requests, at most.
+        layer_idx: of the rows of K and V that are read, and of the flags.
+        scale: factor of q·k.
+    Returns:
+        [B, Hq, D] in the dtype of q, 0 for a request without keys; lse [B, Hq] fp32; and scaled scores [n] fp32, of
+        each request [Hkv, Hq / Hkv, far + near], anything where a key is not attended.
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+        InternalError: there is nothing but the reference, and it cannot read the device's memory.
+    Cost: reads the near rows, and of K and V the attended rows, once. Launches as those of `attend_early`; beside the
+        answer it takes 4 bytes a key and query head.
+    """
+    check_shapes(
+        q=(q, "B Hq D"), near_k=(near_k, "Hkv S R D"), near_v=(near_v, "Hkv S R D"), near_first=(rows.near_first, "B"),
+        near_num=(rows.near_num, "B"), far_num=(rows.far_num, "B"), score_first=(rows.score_first, "B"),
+        k_address=(rows.k_address, "B"), v_address=(rows.v_address, "B"), capacity=(rows.capacity, "B"),
+        held_from=(held_rows.held_from, "B"), recent_first=(held_rows.recent_first, "B"),
+    )  # fmt: skip
+    check_alike(q=q, near_k=near_k, near_v=near_v)
+    _check_pools(near_k, near_v)
+    _check_groups("q", q, near_k)
+    if choose("attend_held", q.device.type).name == "triton":
+        from ambidex.kernels.triton import attend_held as triton_held
+
+        return triton_held.attend_held(
+            q, near_k, near_v, rows, held_rows, max_far=max_far, layer_idx=layer_idx, scale=scale
+        )
+    return reference_held.attend_held(
+        q, near_k, near_v, rows, held_rows, max_far=max_far, layer_idx=layer_idx, scale=scale
+    )
+
+
+def add_sums(
+    scores: Tensor,
+    lse: Tensor,
+    rows: EarlyRows,
+    held_rows: SumRows,
+    rule: SumRule,
+    *,
+    num_attended: Tensor,
+    layer_idx: int,
+) -> None:
+    """Add what the queries of `attend_held` gave the keys that they attended to the sums of these, hold the step's own
+    key, which is the one that is near, and drop the key with the least sum where one is to be dropped.
+
+    Args:
+        scores, lse: as `attend_held` left them.
+        rows: of each request, with one near key.
+        held_rows: of the same requests; sums and flags of its layer are read, and written to their other copies.
+        num_attended: [B, Hkv] int32, is told how many far keys were attended; 0 for padding.
+        layer_idx: of the sums and flags.
+    Raises:
+        ShapeError: shapes do not fit.
+        InternalError: there is nothing but the reference, and it cannot read the device's memory.
+    Cost: reads the scores of attended keys once, with noise twice, and moves sums and flags once; one launch.
+    """
+    check_shapes(
+        scores=(scores, "n"), lse=(lse, "B Hq"), num_attended=(num_attended, "B Hkv"), near_num=(rows.near_num, "B"),
+        far_num=(rows.far_num, "B"), score_first=(rows.score_first, "B"), capacity=(rows.capacity, "B"),
+        **{field.name: (getattr(held_rows, field.name), "B") for field in fields(held_rows)},
+    )  # fmt: skip
+    if lse.shape[1] % num_attended.shape[1]:
+        raise ShapeError(f"lse: expected a multiple of {num_attended.shape[1]} heads, got {lse.shape[1]}")
+    if choose("add_sums", scores.device.type).name == "triton":
+        from ambidex.kernels.triton import attend_held as triton_held
+
+        triton_held.add_sums(scores, lse, rows, held_rows, rule, num_attended=num_attended, layer_idx=layer_idx)
+        return
+    reference_held.add_sums(scores, lse, rows, held_rows, rule, num_attended=num_attended, layer_idx=layer_idx)
 
 
 def merge_states(

@@ -13,11 +13,13 @@ from ambidex.core.errors import InternalError, NativeModuleError
 from ambidex.kernels.cpu import native
 
 IMPLEMENTATIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "add_sums": ("reference", "triton"),
     "attend": ("reference", "torch"),
     "attend_paged": ("reference", "triton"),
     "attend_tiles": ("reference", "triton"),
     "attend_chosen": ("reference", "triton"),
     "attend_early": ("reference", "triton"),
+    "attend_held": ("reference", "triton"),
     "attend_predicted": ("reference", "triton"),
     "attend_scanned": ("reference", "triton"),
     "merge_states": ("reference", "native", "triton"),

@@ -1,5 +1,6 @@
-"""What steps of fixed form with early queries read of each request on the device: `EarlyRows`, `PartialRows`; which far
-keys were chosen: `FarCut`; and how many, where predictions say it: `AlphaCount`."""
+"""What steps of fixed form read of each request on the device: `EarlyRows`, and of policies that predict `PartialRows`;
+which far keys were chosen: `FarCut`; and how many, where predictions say it: `AlphaCount`. Of policies that add up what
+keys get: `SumRows`, `SumRule`."""
 
 from dataclasses import dataclass
 
@@ -72,3 +73,39 @@ class FarCut:
 
     order: Tensor
     bounds: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumRows:
+    """What the far keys of a step's requests have got so far, in all layers, and which of them are held; a step reads
+    one of two copies and writes the other. Each [B] int64. Padding has 0.
+
+    Attributes:
+        sums_from, sums_to: addresses of fp32 numbers [L, Hkv, capacity] on the device; multiples of 16.
+        held_from, held_to: of bytes, likewise: 1 where a key is held.
+        recent_first: from this key on all far ones are attended, held or not.
+        drop_end: of the held keys before it, the step's own among them, the one with the least sum is dropped; 0: none.
+        tau: the bits of an fp32 number, the temperature of a noisy `SumRule`.
+    The capacity is that of the requests' rows.
+    """
+
+    sums_from: Tensor
+    sums_to: Tensor
+    held_from: Tensor
+    held_to: Tensor
+    recent_first: Tensor
+    drop_end: Tensor
+    tau: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumRule:
+    """What a query adds to the sums of the keys that it attends, and which of equal sums is the least.
+
+    Attributes:
+        drops_first: the earliest of the keys with the least sum is dropped; else the last.
+        noise_seed: of the layer: a query adds softmax((s + noise) / tau), s being scores; None: softmax(s).
+    """
+
+    drops_first: bool
+    noise_seed: int | None

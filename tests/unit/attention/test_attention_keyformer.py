@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from ambidex.attention.select.keyformer import gumbel_noise, hash_, noise_seed
+from ambidex.attention.select.keyformer import noise_seed
+from ambidex.kernels.noise import gumbel_noise, hash_
 
 POSITIONS = torch.arange(50, 82)
 

@@ -31,7 +31,7 @@ def attend_early(
         near = slice(near_first, near_first + near_num)
         v = near_v[:, :0, 0]
         if far_num:
-            v = _read_layer(address, layer_idx, (num_kv_heads, capacity, head_dim), near_v.dtype)
+            v = read_layer(address, layer_idx, (num_kv_heads, capacity, head_dim), near_v.dtype)
         out[row] = attend_chosen(
             q[row],
             near_k.flatten(1, 2)[:, near],
@@ -115,7 +115,7 @@ def attend_predicted(
                 low, end = cut.bounds[row, head].tolist()
                 places = ((order > low) | ((order == low) & (torch.arange(far_num) < end))).nonzero()[:, 0]
                 shape = (num_kv_heads, capacity, head_dim)
-                k, v = (_read_layer(at, layer_idx, shape, near_v.dtype)[head] for at in (k_address, v_address))
+                k, v = (read_layer(at, layer_idx, shape, near_v.dtype)[head] for at in (k_address, v_address))
             heads = slice(head * group, (head + 1) * group)
             given = early[row, heads].float() @ k[places].to(q.device).float().T * scale
             out[row, heads] = attend_chosen(
@@ -130,12 +130,12 @@ def attend_predicted(
     return out
 
 
-def _read_layer(address: int, layer_idx: int, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+def read_layer(address: int, layer_idx: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Rows of one layer of those that lie at an address."""
     return _read_at(address + layer_idx * torch.Size(shape).numel() * dtype.itemsize, shape, dtype)
 
 
-def _read_at(address: int, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+def _read_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Host memory at an address; valid as long as its owner keeps it."""
     count = torch.Size(shape).numel()
     buffer = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)

@@ -67,7 +67,7 @@ def _split_kernel(
             other=0.0,
         )  # fmt: skip
         far_scores = given.to(tl.float32) * LOG2_E
-        top, total, acc = add_tile(
+        top, total, acc, _ = add_tile(
             top, total, acc, q, keys, is_chosen, is_near, far_scores, far_v, near_k_ptr, near_v_ptr, num_chosen, dims,
             is_dim, scale_log2, HEAD_DIM, PRECISION,
         )  # fmt: skip

@@ -8,7 +8,7 @@
     cut     the K-th largest of these, digit by digit: a pass over the keys counts those above 16 candidates
     attend  as in `attend_chosen`, with all far keys gone over: rows of V that are not chosen are not read; without
             given scores the chosen keys get those of an early query, for which their rows of K are read likewise
-            (`attend_predicted`)
+            (`attend_predicted`), or of q (`attend_held`, where flags say which are chosen)
     merge   as in `attend_paged`
 
 How many keys a request has, how many are chosen, where its scores and its rows of V begin: all of that is read on the
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ambidex.kernels.early_rows import EarlyRows, FarCut
+from ambidex.kernels.early_rows import EarlyRows, FarCut, SumRows
 from ambidex.kernels.triton.attend_paged import (
     _LOG2_E,
     _MIN_GROUP,
@@ -125,11 +125,11 @@ def _cut_kernel(
 @triton.jit(do_not_specialize=["layer_idx"])
 def _attend_kernel(
     q_ptr, early_ptr, near_k_ptr, near_v_ptr, near_first_ptr, near_num_ptr, given_ptr, order_ptr, cut_ptr,
-    score_first_ptr, far_num_ptr, k_address_ptr, v_address_ptr, capacity_ptr, part_ptr, part_lse_ptr, scale_log2,
-    layer_idx, near_head_stride,
+    score_first_ptr, far_num_ptr, k_address_ptr, v_address_ptr, capacity_ptr, held_address_ptr, recent_first_ptr,
+    scores_ptr, part_ptr, part_lse_ptr, scale_log2, layer_idx, near_head_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr, BLOCK_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr, PRECISION: tl.constexpr,
-    LOG2_E: tl.constexpr, IS_GIVEN: tl.constexpr,
+    LOG2_E: tl.constexpr, IS_GIVEN: tl.constexpr, IS_HELD: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -154,15 +154,21 @@ def _attend_kernel(
     near_k_ptr += kv_head * near_head_stride + near_first * HEAD_DIM
     near_v_ptr += kv_head * near_head_stride + near_first * HEAD_DIM
     score_first = tl.load(score_first_ptr + row)
-    far_head = (layer_idx * NUM_KV_HEADS + kv_head) * tl.load(capacity_ptr + row) * HEAD_DIM
+    first_row = (layer_idx * NUM_KV_HEADS + kv_head) * tl.load(capacity_ptr + row)
+    far_head = first_row * HEAD_DIM
     if IS_GIVEN:
         given_ptr += score_first + kv_head * GROUP * num_far
     else:
         k_ptr = tl.multiple_of(tl.load(k_address_ptr + row).to(near_k_ptr.dtype), 16) + far_head
         early = tl.load(early_ptr + q_heads[:, None] * HEAD_DIM + dims[None, :], mask=is_q, other=0.0)
-    order_ptr += score_first // GROUP + kv_head * num_far
-    cut_ptr += 2 * (row * NUM_KV_HEADS + kv_head)
-    low, cut = tl.load(cut_ptr), tl.load(cut_ptr + 1)
+    if IS_HELD:
+        held_ptr = tl.load(held_address_ptr + row).to(tl.pointer_type(tl.uint8)) + first_row
+        recent_first = tl.load(recent_first_ptr + row).to(tl.int32)
+        scores_ptr += score_first + kv_head * GROUP * num_keys
+    else:
+        order_ptr += score_first // GROUP + kv_head * num_far
+        cut_ptr += 2 * (row * NUM_KV_HEADS + kv_head)
+        low, cut = tl.load(cut_ptr), tl.load(cut_ptr + 1)
     v_ptr = tl.multiple_of(tl.load(v_address_ptr + row).to(near_v_ptr.dtype), 16) + far_head
     top = tl.full([GROUP_BLOCK], float("-inf"), dtype=tl.float32)
     total = tl.zeros([GROUP_BLOCK], dtype=tl.float32)
@@ -171,8 +177,12 @@ def _attend_kernel(
         keys = tile * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
         is_far = keys < num_far
         is_near = (keys >= num_far) & (keys < num_keys)
-        order = tl.load(order_ptr + keys, mask=is_far, other=0)
-        is_chosen = is_far & ((order > low) | ((order == low) & (keys < cut)))
+        if IS_HELD:
+            held = tl.load(held_ptr + keys, mask=is_far, other=0)
+            is_chosen = is_far & ((held != 0) | (keys >= recent_first))
+        else:
+            order = tl.load(order_ptr + keys, mask=is_far, other=0)
+            is_chosen = is_far & ((order > low) | ((order == low) & (keys < cut)))
         far_rows = keys.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
         is_far_row = is_chosen[:, None] & is_dim[None, :]
         far_v = tl.load(v_ptr + far_rows, mask=is_far_row, other=0.0)
@@ -185,10 +195,15 @@ def _attend_kernel(
         else:
             far_k = tl.load(k_ptr + far_rows, mask=is_far_row, other=0.0)
             far_scores = tl.dot(early, tl.trans(far_k), input_precision=PRECISION) * scale_log2
-        top, total, acc = add_tile(
+        top, total, acc, scores = add_tile(
             top, total, acc, q, keys, is_chosen, is_near, far_scores, far_v, near_k_ptr, near_v_ptr, num_far, dims,
             is_dim, scale_log2, HEAD_DIM, PRECISION,
         )  # fmt: skip
+        if IS_HELD:
+            tl.store(
+                scores_ptr + heads[:, None] * num_keys + keys[None, :], scores / LOG2_E,
+                mask=is_head[:, None] & (is_chosen | is_near)[None, :],
+            )  # fmt: skip
     store_part(part_ptr, part_lse_ptr, part_rows, top, total, acc, dims, is_head, is_q, HEAD_DIM)
 
 
@@ -209,7 +224,8 @@ def attend_early(
     )  # fmt: skip
     bounds = find_cut(order, rows, num_kv_heads=num_kv_heads, group=group, bits=32 if is_wide else 16)
     cut = FarCut(order=order, bounds=bounds)
-    return launch_attention(q, near_k, near_v, cut, rows, given=given, early=None, layer_idx=layer_idx, scale=scale)
+    out, _ = launch_attention(q, near_k, near_v, cut, rows, given=given, early=None, layer_idx=layer_idx, scale=scale)
+    return out
 
 
 def find_cut(
@@ -244,19 +260,25 @@ def launch_attention(
     q: Tensor,
     near_k: Tensor,
     near_v: Tensor,
-    cut: FarCut,
+    chosen: FarCut | SumRows,
     rows: EarlyRows,
     *,
     given: Tensor | None,
     early: Tensor | None,
     layer_idx: int,
     scale: float,
-) -> Tensor:
-    """Launch: attend over near keys and chosen far ones; [B, Hq, D].
+    scores: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launch: attend over near keys and chosen far ones; [B, Hq, D], and the lse [B, Hq].
 
     Args:
+        chosen: which far keys; those of `SumRows` are the held and the recent ones.
         given: scores of all far keys; None: the chosen ones get those of the `early` queries, which lie as q does.
+        scores: takes the scores of attended keys, of each request [Hkv, G, far + near] from `score_first` on; goes with
+            `SumRows`.
     """
+    cut = chosen if isinstance(chosen, FarCut) else None
+    held = chosen if isinstance(chosen, SumRows) else None
     num_rows, num_q_heads, head_dim = q.shape
     num_kv_heads, device = near_k.shape[0], q.device
     group = num_q_heads // num_kv_heads
@@ -267,17 +289,18 @@ def launch_attention(
     part_lse = torch.empty((num_rows, num_q_heads, num_splits), dtype=torch.float32, device=device)
     dim_block = max(16, triton.next_power_of_2(head_dim))
     _attend_kernel[(num_splits, num_kv_heads, num_rows)](
-        q, early, near_k, near_v, rows.near_first, rows.near_num, given, cut.order, cut.bounds,
-        rows.score_first, rows.far_num, rows.k_address, rows.v_address, rows.capacity, part, part_lse, scale * _LOG2_E,
-        layer_idx, near_k.stride(0),
+        q, early, near_k, near_v, rows.near_first, rows.near_num, given, None if cut is None else cut.order,
+        None if cut is None else cut.bounds, rows.score_first, rows.far_num, rows.k_address, rows.v_address,
+        rows.capacity, None if held is None else held.held_from, None if held is None else held.recent_first, scores,
+        part, part_lse, scale * _LOG2_E, layer_idx, near_k.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_BLOCK=max(_MIN_GROUP, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim, DIM_BLOCK=dim_block, BLOCK_KEYS=choose_tile_keys(dim_block, near_v.element_size()),
         NUM_SPLITS=num_splits, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", LOG2_E=_LOG2_E,
-        IS_GIVEN=given is not None, num_warps=4, num_stages=2,
+        IS_GIVEN=given is not None, IS_HELD=held is not None, num_warps=4, num_stages=2,
     )  # fmt: skip
     _merge_splits_kernel[(num_rows * num_q_heads,)](
         part, part_lse, out, lse,
         HEAD_DIM=head_dim, DIM_BLOCK=dim_block, NUM_SPLITS=num_splits,
         SPLIT_BLOCK=triton.next_power_of_2(num_splits), num_warps=4,
     )  # fmt: skip
-    return out
+    return out, lse

@@ -167,7 +167,8 @@ def attend_predicted(
     scale: float,
 ) -> Tensor:  # fmt: skip
     """See `kernels.api.attend_predicted`."""
-    return launch_attention(
+    out, _ = launch_attention(
         q.contiguous(), near_k, near_v, cut, rows, given=None, early=early.contiguous(), layer_idx=layer_idx,
         scale=scale,
     )  # fmt: skip
+    return out

@@ -27,7 +27,8 @@ def add_tile(
     scale_log2,
     HEAD_DIM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of keys to a running softmax, and return it; of the rows from near_k_ptr on only near ones are read.
+    """Add a tile of keys to a running softmax, and return it and the tile's scores, in powers of 2; of the rows from
+    near_k_ptr on only near ones are read.
 
     Args:
         top, total, acc: largest score, Σ 2^(s − top) and Σ 2^(s − top) v of each query head, over the tiles before.
@@ -48,7 +49,7 @@ def add_tile(
     total = total * fade + tl.sum(weights, axis=1)
     v = tl.where(is_chosen[:, None], far_v, near_v)
     acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-    return new_top, total, acc
+    return new_top, total, acc, scores
 
 
 @triton.jit
