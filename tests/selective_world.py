@@ -75,7 +75,7 @@ class SelectiveWorld:
 
     Args:
         is_early: steps of one token a request take the fast form of policies that look ahead; with `is_fixed` those
-            that have it take its fixed form, in which nobody is told of choices.
+            that have it take the fixed form, in which nobody is told of choices.
 
     Attributes:
         choices: what was chosen, by (request, layer, position).
@@ -106,7 +106,6 @@ class SelectiveWorld:
         look_ahead = LookAhead(tiny.model, tiny.spec.num_layers) if Need.LOOK_AHEAD in policy.needs else None
         early = None
         if is_early:
-            assert look_ahead is not None
             early = EarlyDecode(
                 tiny.spec,
                 TieredAttention(tiny.spec, self.pools),

@@ -18,12 +18,13 @@ from ambidex.core.kv_spec import (
     KVSpec,
     PredictorState,
     StreamBuffers,
+    SumState,
 )
 from ambidex.core.model_spec import Activation, ModelSpec
 from ambidex.core.policy import PolicyName, resolve_policy
 from ambidex.core.units import GIB, MIB
 from ambidex.cost.workspace import BYTES_PER_GRAPH, graph_bytes
-from ambidex.engine.kept_rows import choose_predictor_state
+from ambidex.engine.kept_rows import choose_policy_state
 from ambidex.engine.memory import FreeMemory, MemoryPlan, WeightBytes, fixed_bytes, plan_memory
 
 SPEC = ModelSpec(
@@ -140,10 +141,10 @@ def plan_predictor(**settings: object) -> MemoryPlan:
     spec = KVSpec.of(SPEC, dtype=DType.BF16, block_size=16)
     values = {"max_running_requests": 3, "policy": PolicyName.INFINIGEN, **settings}
     config = EngineConfig(model="any", **values)  # type: ignore[arg-type]
-    fixed = fixed_bytes(config, SPEC, activations=DType.BF16, predictor=PREDICTOR)
+    fixed = fixed_bytes(config, SPEC, activations=DType.BF16, state=PREDICTOR)
     return plan_memory(
         config, SPEC, {Tier.GPU: spec, Tier.DRAM: spec}, free=FREE, weights=WeightBytes(on_gpu=MIB), fixed=fixed,
-        predictor=PREDICTOR,
+        state=PREDICTOR,
     )  # fmt: skip
 
 
@@ -153,9 +154,9 @@ def test_what_a_predictor_keeps_stands_in_the_ledger_of_the_accelerator() -> Non
     queries = 2 * PREDICTOR_QUERIES * 4 * 16  # prompts, queries, heads, head_dim
     keys = 512 * 2 * 16
     taken = {entry.owner: entry.num_bytes for entry in memory.ledger.entries(Tier.GPU)}
-    assert memory.max_predicted == 3 * 512, "all requests, as long as they may be"
-    assert memory.max_kept_tokens == memory.max_predicted
-    assert taken["predictor"] == 4 * (turns + queries + keys) + memory.max_predicted * PREDICTED_BYTES
+    assert memory.max_state_tokens == 3 * 512, "all requests, as long as they may be"
+    assert memory.max_kept_tokens == memory.max_state_tokens
+    assert taken["predictor"] == 4 * (turns + queries + keys) + memory.max_state_tokens * PREDICTED_BYTES
 
 
 def test_predictor_takes_at_most_half_of_what_blocks_could_have() -> None:
@@ -163,7 +164,7 @@ def test_predictor_takes_at_most_half_of_what_blocks_could_have() -> None:
     fixed = sum(entry.num_bytes for entry in whole.ledger.entries(Tier.GPU) if entry.owner in ("weights", "workspace"))
     fixed += PREDICTOR.fixed_bytes(3, 512)
     tight = plan_predictor(max_context_len=512, gpu_memory=fixed + 2 * 600 * PREDICTED_BYTES)
-    assert tight.max_predicted == 600
+    assert tight.max_state_tokens == 600
     assert tight.num_blocks[Tier.GPU] == 600 * PREDICTED_BYTES // (16 * 2 * 2 * 2 * 16 * 2)
 
 
@@ -199,6 +200,21 @@ def test_an_accelerator_without_room_for_a_predictor_is_refused_with_its_size() 
 def test_policies_that_predict_scores_have_a_predictor(settings: dict[str, object], num_layers: int | None) -> None:
     spec = replace(SPEC, num_layers=5, windows=(None,) * 5)
     config = EngineConfig(model="any", **settings)  # type: ignore[arg-type]
-    found = choose_predictor_state(spec, resolve_policy(config))
+    found = choose_policy_state(spec, resolve_policy(config), is_fixed=False)
     assert (None if found is None else found.num_layers) == num_layers
     assert found is None or found.num_columns == 16 * 20 // 100
+
+
+def test_sums_of_what_keys_get_stand_in_the_ledger_of_the_accelerator() -> None:
+    """Twice, four bytes and a flag of each KV head and layer."""
+    spec = KVSpec.of(SPEC, dtype=DType.BF16, block_size=16)
+    config = EngineConfig(model="any", policy=PolicyName.H2O, max_running_requests=3, max_context_len=512)
+    state = SumState(num_layers=SPEC.num_layers, num_kv_heads=SPEC.num_kv_heads)
+    memory = plan_memory(
+        config, SPEC, {Tier.GPU: spec, Tier.DRAM: spec}, free=FREE, weights=WeightBytes(on_gpu=MIB),
+        fixed=fixed_bytes(config, SPEC, activations=DType.BF16, state=state), state=state,
+    )  # fmt: skip
+    taken = {entry.owner: entry.num_bytes for entry in memory.ledger.entries(Tier.GPU)}
+    assert memory.max_kept_tokens == 3 * 512, "all requests, as long as they may be"
+    assert taken["sums"] == 3 * 512 * 2 * 5 * SPEC.num_layers * SPEC.num_kv_heads
+    assert "predictor" not in taken

@@ -1,5 +1,4 @@
-"""Decode steps of fixed form of HybridGen and InfiniGen give what those launched op by op give; on a GPU they are
-captured."""
+"""Decode steps of fixed form of policies give what those launched op by op give; on a GPU they are captured."""
 
 from pathlib import Path
 from typing import Any
@@ -7,9 +6,10 @@ from typing import Any
 import pytest
 
 from ambidex import EngineConfig, SamplingParams
+from ambidex.attention.key_sums import KeySums
 from ambidex.core.config import DeviceKind, DTypeChoice
-from ambidex.core.ids import Lane
-from ambidex.core.policy import HybridGenFeedback, HybridGenMode, PolicyName
+from ambidex.core.ids import Lane, Tier
+from ambidex.core.policy import H2OForm, HybridGenFeedback, HybridGenMode, PolicyName
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.runner.decode import DecodeForm
@@ -32,6 +32,13 @@ METHODS: dict[str, dict[str, Any]] = {
     **{mode.value: {"hybridgen_mode": mode, **HYBRIDGEN} for mode in HybridGenMode},
     "infinigen": INFINIGEN,
 }
+SUM_METHODS: dict[str, dict[str, Any]] = {
+    "h2o": {"policy": PolicyName.H2O, "policy_percent": 60},
+    "h2o drop": {"policy": PolicyName.H2O, "policy_percent": 60, "h2o_form": H2OForm.DROP},
+    "keyformer": {"policy": PolicyName.KEYFORMER},
+    "qinfer_windows": {"policy": PolicyName.QINFER_WINDOWS, "policy_percent": 50},
+}
+ALL_METHODS = METHODS | SUM_METHODS
 
 
 def make_engine(folder: Path, device: DeviceKind, form: DecodeForm, **settings: Any) -> Engine:
@@ -39,10 +46,10 @@ def make_engine(folder: Path, device: DeviceKind, form: DecodeForm, **settings: 
         "model": str(folder),
         "device": device,
         "dtype": DTypeChoice.FP32,
-        "exact_layers": 1,
         "block_size": 16,
         "num_threads": 1,
         "max_context_len": 128,
+        "exact_layers": 1 if settings["policy"].looks_ahead else None,
     }
     return build_engine(EngineConfig(**common | settings), decode_form=form)
 
@@ -111,6 +118,51 @@ def test_tokens_of_fixed_steps_equal_those_of_steps_launched_op_by_op(
         assert engine.stats.num_replayed_steps > engine.stats.num_steps / 5
 
 
+@pytest.mark.parametrize(("device", "form"), FORMS)
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("variant", ["llama", "opt", "qwen3"])
+@pytest.mark.parametrize("method", SUM_METHODS)
+def test_tokens_of_fixed_steps_that_add_up_equal_those_of_steps_launched_op_by_op(
+    method: str,
+    variant: str,
+    split: str,
+    device: DeviceKind,
+    form: DecodeForm,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seven requests that come and go, beside prompts. Sums take no more than the ledger says, and are given back."""
+    settings = {**SUM_METHODS[method], **SPLITS[split]}
+    folder = make_engine_folder(tmp_path, variant)
+    params = [
+        SamplingParams(max_output_tokens=num, temperature=0.0, ignore_eos=True, logprobs=2) for num in NUM_OUTPUTS
+    ]
+    ordinary = make_engine(folder, device, DecodeForm.ORDINARY, **settings)
+    wanted = run(ordinary, params)
+    engine = make_engine(folder, device, form, **settings)
+    counted, held = Counted(engine, monkeypatch), []
+    keep_new = KeySums.keep_new
+
+    def keeping(sums: KeySums, *arguments: Any) -> None:
+        keep_new(sums, *arguments)
+        held.append((sums, sums.num_bytes))
+
+    monkeypatch.setattr(KeySums, "keep_new", keeping)
+    assert run(engine, params) == wanted
+    taken = {entry.owner: entry.num_bytes for entry in engine.figures.ledger.entries(Tier.GPU)}
+    assert 0 < max(num_bytes for _, num_bytes in held) <= taken["sums"]
+    assert held[-1][0].num_bytes == 0
+    assert counted.num > engine.stats.num_steps / 3
+    assert engine.stats.num_graph_failures == 0
+    assert (engine.stats.num_moves > 0) is (split == "split")
+    figures = engine.stats.selection
+    assert figures == ordinary.stats.selection
+    assert figures is not None
+    assert figures.attended_share < 0.9, "nothing is left out: the test would prove nothing"
+    if form is DecodeForm.CAPTURED:
+        assert engine.stats.num_replayed_steps > engine.stats.num_steps / 5
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
@@ -121,19 +173,20 @@ def test_tokens_of_fixed_steps_equal_those_of_steps_launched_op_by_op(
 )
 def test_report_says_why_steps_are_launched_op_by_op(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
     folder = make_engine_folder(tmp_path)
-    for method in (HYBRIDGEN, INFINIGEN):
+    for method in (HYBRIDGEN, INFINIGEN, *SUM_METHODS.values()):
         engine = make_engine(folder, DeviceKind.CPU, DecodeForm.FIXED, **method, **settings)
         why = f"steps of policy {method['policy']} are launched op by op: {reason}"
         assert engine.report.value("compute", "decode") == "ordinary"
         assert engine.report.why("compute", "decode") == why
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALL_METHODS)
 def test_report_says_that_steps_have_a_fixed_form(tmp_path: Path, method: str) -> None:
-    settings = {**METHODS[method], **SPLITS["split"]}
+    settings = {**ALL_METHODS[method], **SPLITS["split"]}
     engine = make_engine(make_engine_folder(tmp_path), DeviceKind.CPU, DecodeForm.FIXED, **settings)
     assert engine.report.value("compute", "decode") == "fixed"
-    assert "made a layer ahead" in engine.report.why("compute", "policy")
+    how = "made a layer ahead" if method in METHODS else "add up what they get"
+    assert how in engine.report.why("compute", "policy")
     assert steps_of(engine).dram_threads is not None
 
 

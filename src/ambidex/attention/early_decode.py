@@ -57,7 +57,8 @@ class EarlyDecode:
     Args:
         spec: heads, layers and head_dim (the scale is head_dim ** -0.5).
         exact: attends all keys, for layers that do not look ahead; nobody else's.
-        look_ahead: makes the early queries.
+        look_ahead: makes the early queries; None: steps have the fixed form, of policies that add up what keys get, or
+            are others'.
         row_store: keeps rows in host memory.
         threads: who scores on the CPU.
         num_near: newest keys before a query's own that are near.
@@ -70,7 +71,7 @@ class EarlyDecode:
         self,
         spec: ModelSpec,
         exact: TieredAttention,
-        look_ahead: LookAhead,
+        look_ahead: LookAhead | None,
         row_store: RowStore,
         threads: ThreadPool,
         *,
@@ -126,11 +127,11 @@ class EarlyDecode:
         """Prepare for a step, if it has the form: one new token each, behind the prompt.
 
         Returns:
-            False if it has not, or there is no memory for rows: others must do it.
+            False if it has not, nothing looks ahead, or there is no memory for rows: others must do it.
         Cost: a request's first step copies all its rows to host memory.
         """
         self._clear()
-        if not works or not is_decode(works):
+        if self.look_ahead is None or not works or not is_decode(works):
             return False
         rows = self.requests.prepare_rows(works)
         if rows is None:
@@ -150,7 +151,7 @@ class EarlyDecode:
         self, requests: Sequence[ScheduledRequest], works: Sequence[EarlyWork], *, max_far: int
     ) -> FixedPlan | None:
         """Prepare for a step of fixed form, if the step has it: one new token each, behind the prompt, and layers that
-        look ahead.
+        look ahead, or sums.
 
         Args:
             max_far: far keys of all requests together, at most.
@@ -174,6 +175,7 @@ class EarlyDecode:
             read_chosen: see `EarlyRequests.expect_chosen`; None: the plan has counted all.
         """
         self.requests.keep_new()
+        self.requests.keep_sums()
         self._read_fixed = read_times
         if read_chosen is not None:
             self.requests.expect_chosen(read_chosen)
@@ -184,8 +186,7 @@ class EarlyDecode:
 
     def forget(self, request_id: RequestId) -> None:
         """Drop what is kept of a request that ended."""
-        self.requests.row_store.forget(request_id)
-        self.requests.near.forget(request_id)
+        self.requests.forget(request_id)
 
     def close(self) -> None:
         """End the thread that scores; no step may follow."""
@@ -245,6 +246,7 @@ class EarlyDecode:
         far = self.requests.find_far(following) if following < self._num_layers else []
         if not far:
             return
+        assert self.look_ahead is not None, "its policy looks ahead"
         early = self.look_ahead.ahead(layer_idx)
         assert early is not None, "the layer's input has been seen"
         self._early[following] = early if angles is None else api.rotate(early, *angles)

@@ -1,15 +1,18 @@
-"""What a step of fixed form with early queries reads of its requests, and what it counts itself, at fixed places in
-memory: `EarlyInputs`, `ChosenCounts`."""
+"""What a step of fixed form of a policy reads of its requests, and what it counts itself, at fixed places in memory:
+`EarlyInputs`, `ChosenCounts`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 import torch
+from torch import Tensor
 
 from ambidex.attention.select.partial_keys import PartialKeys
-from ambidex.kernels.early_rows import AlphaCount, EarlyRows, PartialRows
+from ambidex.kernels.early_rows import AlphaCount, EarlyRows, PartialRows, SumRows
 
 _NAMES = tuple(item.name for item in fields(EarlyRows))
+_SUM_NAMES = tuple(item.name for item in fields(SumRows))
+_ROW_NAMES = _NAMES + _SUM_NAMES
 _PARTIAL_NAMES = ("rows_address", "turn_address", "capacity")
 _PADDING = {"near_slots": -1}
 """What padding has; 0 otherwise."""
@@ -29,7 +32,7 @@ class EarlyInputs:
 
     def __init__(self, *, max_rows: int, num_layers: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
-        shape = (len(_NAMES) + num_layers * len(_PARTIAL_NAMES), -(-max_rows // _ALIGNED_ROWS) * _ALIGNED_ROWS)
+        shape = (len(_ROW_NAMES) + num_layers * len(_PARTIAL_NAMES), -(-max_rows // _ALIGNED_ROWS) * _ALIGNED_ROWS)
         self._host = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)
         self._device = torch.zeros(shape, dtype=torch.int64, device=device)
         self._arrays = self._host.numpy()  # the same memory
@@ -42,6 +45,11 @@ class EarlyInputs:
             parts = dict(zip(_NAMES, self._device[: len(_NAMES), :num_rows], strict=True))
             self._rows[num_rows] = EarlyRows(**parts)
         return self._rows[num_rows]
+
+    def sums(self, num_rows: int) -> SumRows:
+        """What it reads of what keys have got; views, likewise."""
+        parts = self._device[len(_NAMES) : len(_ROW_NAMES), :num_rows]
+        return SumRows(**dict(zip(_SUM_NAMES, parts, strict=True)))
 
     def partial(self, num_rows: int, layer_idx: int, num_columns: int) -> PartialRows:
         """What it reads of the partial keys of a layer, which have so many columns; views, likewise."""
@@ -58,13 +66,14 @@ class EarlyInputs:
         """Bring the numbers of a step's requests to the device, with padding up to `num_rows`.
 
         Args:
+            numbers: by name; what the step does not read may be missing.
             partial: by layer, of each request; empty: the step reads none.
         Cost: one small copy; waits for the last one.
         """
         if self._sent is not None:
             self._sent.synchronize()
-        for array, name in zip(self._arrays[: len(_NAMES)], _NAMES, strict=True):
-            values = numbers[name]
+        for name, values in numbers.items():
+            array = self._arrays[_ROW_NAMES.index(name)]
             array[: len(values)] = values
             array[len(values) : num_rows] = _PADDING.get(name, 0)
         for layer_idx, kept in partial.items():
@@ -79,26 +88,40 @@ class EarlyInputs:
 
 
 class ChosenCounts:
-    """How many far keys each KV head chose, of each request and layer of the last step.
+    """How many far keys were chosen, of each request and layer of the last step: by each KV head as many, or by each
+    its own number.
 
     Args: as of `EarlyInputs`.
     """
 
-    def __init__(self, *, max_rows: int, num_layers: int, device: torch.device) -> None:
+    def __init__(self, *, max_rows: int, num_layers: int, num_kv_heads: int, device: torch.device) -> None:
         num_columns = -(-max_rows // _ALIGNED_COUNTS) * _ALIGNED_COUNTS
+        self._num_kv_heads = num_kv_heads
         self._counts = torch.zeros(num_layers, num_columns, dtype=torch.int32, device=device)
+        self._of_heads = torch.zeros(num_layers, num_columns, num_kv_heads, dtype=torch.int32, device=device)
 
     def of_layer(self, layer_idx: int, num_rows: int, alpha: float) -> AlphaCount:
         """What a step of `num_rows` rows counts by in a layer; a view that stays where it is."""
         return AlphaCount(alpha=alpha, num_chosen=self._counts[layer_idx, :num_rows])
 
+    def of_heads(self, layer_idx: int, num_rows: int) -> Tensor:
+        """Where a layer tells it of each KV head, [B, Hkv]; likewise."""
+        return self._of_heads[layer_idx, :num_rows]
+
     def total(self, num_rows: int, first_layer: int) -> int:
-        """Over the requests of a step and its layers from one on.
+        """Over the requests of a step, its layers from one on, and all KV heads, which chose as many.
 
         Cost: waits for the device.
         """
-        return int(self._counts[first_layer:, :num_rows].sum())
+        return self._num_kv_heads * int(self._counts[first_layer:, :num_rows].sum())
+
+    def total_of_heads(self, num_rows: int) -> int:
+        """Over the requests of a step, its layers and their KV heads, each of which told its own.
+
+        Cost: waits for the device.
+        """
+        return int(self._of_heads[:, :num_rows].sum())
 
 
 def _first_partial(layer_idx: int) -> int:
-    return len(_NAMES) + layer_idx * len(_PARTIAL_NAMES)
+    return len(_ROW_NAMES) + layer_idx * len(_PARTIAL_NAMES)

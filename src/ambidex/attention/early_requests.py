@@ -15,14 +15,17 @@ from torch import Tensor
 
 from ambidex.attention.context_rows import ContextRows
 from ambidex.attention.fixed_scores import FarRows
+from ambidex.attention.key_sums import KeySums
 from ambidex.attention.near_rows import NearRows
 from ambidex.attention.row_store import RowStore, take_rows
+from ambidex.attention.select.accumulated import Accumulated
 from ambidex.attention.select.partial_keys import PartialKeys, PartialSelector
 from ambidex.attention.select.policy import FarSelector, Selector
 from ambidex.attention.transfer_clock import TransferClock
 from ambidex.core.ids import KVPart, RequestId
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.step import ScheduledRequest
+from ambidex.kernels.early_rows import SumRule
 from ambidex.storage.host_rows import HostRows
 from ambidex.storage.kv_pool import KVPool
 
@@ -45,9 +48,10 @@ class EarlyWork(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedForm:
-    """What a step of fixed form needs to know of its requests: the first layer that looks ahead; of each request the
-    far keys and how many of them are selected, at most if `alpha` is given (see `FarSelector`); whether the CPU scores,
-    and whether far keys are weighed by early scores."""
+    """What a step of fixed form needs to know of its requests: the first layer that chooses; of each request the far
+    keys and how many of them are selected, at most if `alpha` is given (see `FarSelector`); whether the CPU scores, and
+    whether far keys are weighed by early scores. With `rules`, those of each layer, sums say what is chosen, and how
+    many are selected is not known."""
 
     first_layer: int
     num_far: Sequence[int]
@@ -55,6 +59,12 @@ class FixedForm:
     alpha: float | None
     is_scored: bool
     weighs_early: bool
+    rules: Sequence[SumRule] = ()
+
+    @property
+    def is_counted(self) -> bool:
+        """The step counts itself how many far keys are chosen."""
+        return self.alpha is not None or bool(self.rules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +91,7 @@ class EarlyRequests:
 
     Attributes:
         near: the near rows.
+        sums: what keys have got so far, of policies that add it up.
         clock: books the copies.
         works, rows: the step's requests, and the rows in host memory of each, up to its new one.
     """
@@ -100,6 +111,7 @@ class EarlyRequests:
         self._row_bytes = spec.head_dim * pool.k.itemsize
         self.row_store = row_store
         self.near = NearRows(pool, num_near=num_near, max_requests=max_requests)
+        self.sums = KeySums(spec, pool.device)
         self.clock = TransferClock(pool.device, is_on=is_timed)
         self.works: Sequence[EarlyWork] = ()
         self.rows: Sequence[HostRows] = ()
@@ -141,13 +153,16 @@ class EarlyRequests:
         self.near.begin(requests, rows)
 
     def find_form(self, works: Sequence[EarlyWork], *, max_far: int) -> FixedForm | None:
-        """The fixed form of a step, if it has it: one new token each, behind the prompt, and layers that look ahead.
+        """The fixed form of a step, if it has it: one new token each, behind the prompt, and layers that look ahead, or
+        sums.
 
         Args:
             max_far: far keys of all requests together, at most.
         """
         if not is_decode(works):
             return None
+        if isinstance(works[0].selectors[0], Accumulated):
+            return self._find_sums_form(works, max_far=max_far)
         first = self._first_layer(works[0])
         if first is None:
             return None
@@ -166,24 +181,41 @@ class EarlyRequests:
             weighs_early=far[0].weighs_early,
         )
 
+    def _find_sums_form(self, works: Sequence[EarlyWork], *, max_far: int) -> FixedForm | None:
+        """That of a policy that adds up: all keys but the query's own are far."""
+        num_far = [work.start for work in works]
+        if sum(num_far) > max_far:
+            return None
+        return FixedForm(
+            first_layer=0,
+            num_far=num_far,
+            num_selected=num_far,
+            alpha=None,
+            is_scored=False,
+            weighs_early=False,
+            rules=[cast("Accumulated", selector).rule for selector in works[0].selectors],
+        )
+
     def plan_fixed(self, form: FixedForm) -> FixedPlan:
         """Plan the step that has begun, and count all that it will read, but for chosen rows if the step itself counts
         these: see `expect_chosen`.
 
-        Cost: the first step that predicts behind others which do not brings what partial keys lack.
+        Cost: the first step that predicts behind others which do not brings what partial keys lack; see also
+            `KeySums.plan`.
         """
         num_kv_heads, num_q_heads = self._spec.num_kv_heads, self._spec.num_q_heads
         works, num_far, first = self.works, form.num_far, form.first_layer
-        layers = range(0) if form.is_scored else range(first, self._spec.num_layers)
+        layers = range(0) if form.is_scored or form.rules else range(first, self._spec.num_layers)
         partial = {layer: self._extend_partial(layer, num_far) for layer in layers}
         num_layers = self._spec.num_layers - first
         for work, num, most in zip(works, num_far, form.num_selected, strict=True):
-            num_near, chosen = work.start + 1 - num, most if form.alpha is None else 0
+            num_near, chosen = work.start + 1 - num, 0 if form.is_counted else most
             self.num_rows[0] += num_layers * 2 * num_kv_heads * num_near
             self.num_rows[1] += num_layers * num_kv_heads * (chosen + (num if form.is_scored else chosen))
             self.num_visible += num_q_heads * self._spec.num_layers * (work.start + 1)
             self.num_attended += num_q_heads * (first * (work.start + 1) + num_layers * (chosen + num_near))
         places = range(len(works))
+        num_scored = [num + 1 for num in num_far] if form.rules else num_far
         return FixedPlan(
             form=form,
             far=FarRows(self.rows, num_far, first, is_scored=form.is_scored),
@@ -194,18 +226,19 @@ class EarlyRequests:
                 "near_num": [works[row].start + 1 - num_far[row] for row in places],
                 "far_num": num_far,
                 "num_selected": form.num_selected,
-                "score_first": [num_q_heads * sum(num_far[:row]) for row in places],
+                "score_first": [num_q_heads * sum(num_scored[:row]) for row in places],
                 "k_address": [part.k.data_ptr() for part in self.rows],
                 "v_address": [part.v.data_ptr() for part in self.rows],
                 "capacity": [part.capacity for part in self.rows],
+                **(self.sums.plan(works) if form.rules else {}),
             },
         )
 
     def expect_chosen(self, read: Callable[[], int]) -> None:
-        """The step that was planned counts itself how many far keys a KV head chooses.
+        """The step that was planned counts itself how many far keys are chosen.
 
         Args:
-            read: tells how many, over all requests and layers, once the step has ended.
+            read: tells how many, over all requests, layers and KV heads, once the step has ended.
         """
         self._read_chosen = read
 
@@ -216,8 +249,8 @@ class EarlyRequests:
         """
         if self._read_chosen is not None:
             num_chosen, self._read_chosen = self._read_chosen(), None
-            self.num_rows[1] += 2 * self._spec.num_kv_heads * num_chosen
-            self.num_attended += self._spec.num_q_heads * num_chosen
+            self.num_rows[1] += 2 * num_chosen
+            self.num_attended += self._spec.group_size * num_chosen
 
     def find_far(self, layer_idx: int) -> list[FarSelector]:
         """The selectors of a layer that looks ahead, one for each request; none of one that does not."""
@@ -251,6 +284,17 @@ class EarlyRequests:
     def keep_new(self) -> None:
         """Launch: the step's own rows have been computed; keep them."""
         self.near.keep_new(self.rows)
+
+    def keep_sums(self) -> None:
+        """The step that was planned has been launched; what it adds up is kept, if its policy does."""
+        if isinstance(self.works[0].selectors[0], Accumulated):
+            self.sums.keep_new(self.works)
+
+    def forget(self, request_id: RequestId) -> None:
+        """Drop what is kept of a request that ended."""
+        self.row_store.forget(request_id)
+        self.near.forget(request_id)
+        self.sums.forget(request_id)
 
     def _first_layer(self, work: EarlyWork) -> int | None:
         """The first layer that looks ahead, as all behind it do; None: there is none."""

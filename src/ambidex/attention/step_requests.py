@@ -113,7 +113,7 @@ class RequestStates:
     def keep(self, request_id: RequestId) -> KeptState:
         """What is kept of a request now."""
         state = self.by_id[request_id]
-        return KeptState(tuple(state.selectors), state.num_computed)
+        return KeptState(tuple(selector.detach() for selector in state.selectors), state.num_computed)
 
     def restore(self, request_id: RequestId, kept: KeptState) -> None:
         """Take a request back to where it was."""

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import ClassVar, Final, Protocol
 
 from ambidex.core.dtypes import DType
 from ambidex.core.ids import KVPart
@@ -230,6 +230,8 @@ class KeptRows:
     """The CPU makes early scores of far keys; else they are predicted on the accelerator alone."""
     is_fixed: bool = False
     """Decode steps have a fixed form, which holds the scores of all its requests at once."""
+    leaves_scores: bool = False
+    """These are the accelerator's own, of each query head, in fp32."""
 
     @property
     def part_bytes_per_layer(self) -> int:
@@ -265,7 +267,10 @@ class KeptRows:
 
     @property
     def _fixed_key_bytes(self) -> int:
-        """Bytes of a key in such steps: its scores, if the CPU makes them, and a number of 4 bytes of each KV head."""
+        """Bytes of a key in such steps: its scores, if the CPU makes them, and a number of 4 bytes of each KV head; or
+        its scores of the accelerator."""
+        if self.leaves_scores:
+            return self.num_q_heads * DType.FP32.num_bytes
         return self._score_row_bytes + self.num_kv_heads * DType.FP32.num_bytes
 
 
@@ -276,11 +281,55 @@ _NUM_OPEN_PROMPTS: Final = 2
 unless that had to yield."""
 
 
+class PolicyState(Protocol):
+    """What a policy keeps on the accelerator beside K and V; `owner`: its name in the ledger; `what` it keeps of each
+    token, for people."""
+
+    owner: ClassVar[str]
+    what: ClassVar[str]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of what grows with a request, all layers."""
+        ...
+
+    def fixed_bytes(self, num_requests: int, max_context_len: int) -> int:
+        """What does not depend on how many tokens there are."""
+        ...
+
+
+SUM_COPIES: Final = 2
+"""Of what keys have got: a step reads one and writes the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumState:
+    """What steps of fixed form keep of policies that add up what keys get: of each KV head a sum in fp32 and a byte
+    that says whether the key is held."""
+
+    owner: ClassVar[str] = "sums"
+    what: ClassVar[str] = "sums of what keys get"
+    num_layers: int
+    num_kv_heads: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """All layers."""
+        return SUM_COPIES * self.num_layers * self.num_kv_heads * (DType.FP32.num_bytes + 1)
+
+    def fixed_bytes(self, num_requests: int, max_context_len: int) -> int:
+        """Nothing is kept that does not grow with a request."""
+        del num_requests, max_context_len
+        return 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictorState:
     """What a predictor of scores keeps on the accelerator, in fp32, in each of the `num_layers` that look ahead: some
     columns of K of each token, what turns queries into them, and while a prompt is computed some of its queries."""
 
+    owner: ClassVar[str] = "predictor"
+    what: ClassVar[str] = "columns of K"
     num_layers: int
     num_kv_heads: int
     num_q_heads: int

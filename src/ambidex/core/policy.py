@@ -39,6 +39,16 @@ class PolicyName(StrEnum):
         (`attention/early_decode.py`)."""
         return self in (PolicyName.INFINIGEN, PolicyName.HYBRIDGEN)
 
+    @property
+    def adds_up(self) -> bool:
+        """What queries gave each key is added up, and the keys that have least are dropped."""
+        return self in (PolicyName.H2O, PolicyName.KEYFORMER, PolicyName.QINFER_WINDOWS)
+
+    @property
+    def has_fixed_steps(self) -> bool:
+        """Decode steps can have a fixed form of their own (`runner/early_steps.py`)."""
+        return self.looks_ahead or self.adds_up
+
 
 class H2OForm(StrEnum):
     """Which of the authors' programs is followed. `auto`: flexgen."""

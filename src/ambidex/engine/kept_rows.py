@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from ambidex.core.config import EngineConfig
 from ambidex.core.ids import Tier
-from ambidex.core.kv_spec import KeptRows, KVOrder, KVSpec, PredictorState, num_partial_columns
+from ambidex.core.kv_spec import KeptRows, KVOrder, KVSpec, PolicyState, PredictorState, SumState, num_partial_columns
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.policy import HybridGenFeedback, HybridGenMode, PolicyName, PolicySettings
 
@@ -22,15 +22,16 @@ def choose_kept_rows(
 ) -> tuple[KeptRows | None, str]:
     """The rows that the engine's policy keeps, and why; None: it reads K and V from the blocks.
 
-    Beside a GPU all policies that choose keys step by step read what they chose from rows, those that look ahead
-    everywhere. Rows need one floating format on both tiers, and a part of the DRAM budget.
+    Beside a GPU all policies that choose keys step by step read what they chose from rows, those that look ahead, and
+    steps of fixed form, everywhere. Rows need one floating format on both tiers, and a part of the DRAM budget.
 
     Args:
         kv: the KV cache as each tier keeps it.
         is_native: the policy has a native form, which has copies of its own.
-        is_fixed: decode steps of policies that look ahead have a fixed form.
+        is_fixed: decode steps of policies that can have a fixed form have it.
     """
-    is_early, is_scored = settings.name.looks_ahead, _may_score(settings)
+    adds_up, is_scored = settings.name.adds_up and is_fixed, _may_score(settings)
+    is_early = settings.name.looks_ahead or adds_up
     formats = {tier.dtypes for tier in kv.values()}
     if settings.is_exact or is_native or not (is_early or is_cuda):
         return None, "K and V are read from the blocks"
@@ -47,6 +48,7 @@ def choose_kept_rows(
         num_near=settings.near_tokens or 0,
         is_scored=is_scored,
         is_fixed=is_early and is_fixed,
+        leaves_scores=adds_up,
     )
     return rows, "the CPU scores them, and chosen ones are read there" if is_scored else "chosen ones are read there"
 
@@ -62,11 +64,16 @@ def _is_steered(settings: PolicySettings) -> bool:
     return settings.hybridgen_feedback not in (None, HybridGenFeedback.OFF)
 
 
-def choose_predictor_state(spec: ModelSpec, settings: PolicySettings) -> PredictorState | None:
-    """What the predictor of a policy keeps on the accelerator; None: it has none.
+def choose_policy_state(spec: ModelSpec, settings: PolicySettings, *, is_fixed: bool) -> PolicyState | None:
+    """What a policy keeps on the accelerator of each token; None: nothing.
 
-    HybridGen has one in mode pre, and with feedback, which may take that mode at any step.
+    HybridGen has a predictor in mode pre, and with feedback, which may take that mode at any step.
+
+    Args:
+        is_fixed: decode steps have a fixed form; see `SumState`.
     """
+    if settings.name.adds_up and is_fixed:
+        return SumState(num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads)
     match settings.name:
         case PolicyName.INFINIGEN:
             has_predictor = True
@@ -87,7 +94,7 @@ def choose_predictor_state(spec: ModelSpec, settings: PolicySettings) -> Predict
 
 
 def why_no_early_steps(config: EngineConfig, kv: Mapping[Tier, KVSpec]) -> str | None:
-    """Why decode steps of policies that look ahead have no fixed form; None if they may have it.
+    """Why decode steps of policies that can have a fixed form do not; None if they may have it.
 
     Args:
         kv: the KV cache as each tier keeps it.

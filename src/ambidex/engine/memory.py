@@ -8,7 +8,7 @@ from ambidex.core.dtypes import DType
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import Tier
 from ambidex.core.kv_mapping import KVMapping
-from ambidex.core.kv_spec import KeptRows, KVSpec, PredictorState, StreamBuffers
+from ambidex.core.kv_spec import KeptRows, KVSpec, PolicyState, StreamBuffers
 from ambidex.core.ledger import MemoryLedger
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.units import format_size
@@ -57,34 +57,35 @@ class FixedBytes:
     """What a policy keeps there of K and V beside the blocks."""
     hot: int = 0
     """Buffers through which copies of hot blocks come."""
-    predictor: int = 0
-    """What its predictor keeps there, but for what it keeps of each token."""
+    state: int = 0
+    """What it keeps there besides (see `PolicyState`), but for what it keeps of each token."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.workspace + self.graphs + self.streamed + self.near_rows + self.hot + self.predictor
+        return self.workspace + self.graphs + self.streamed + self.near_rows + self.hot + self.state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Blocks of each tier, the context limit that they allow, and the ledger that holds every byte of it. A block of
     host memory counts for the tier that its K lies on; `host` says where all of it lies. Where a policy keeps rows
-    beside the blocks, there is room for those of `max_kept_rows` tokens; where it has a predictor, for what that keeps
-    of `max_predicted` tokens; None: it does not."""
+    beside the blocks, there is room for those of `max_kept_rows` tokens; where it keeps a state on the
+    accelerator, `state`, for that of `max_state_tokens`; None: it does not."""
 
     num_blocks: dict[Tier, int]
     host: HostBlocks
     max_context_len: int
     max_context_reason: str
     max_kept_rows: int | None
-    max_predicted: int | None
+    max_state_tokens: int | None
+    state: PolicyState | None
     ledger: MemoryLedger
 
     @property
     def max_kept_tokens(self) -> int | None:
         """Tokens of all requests of which a policy can keep what it keeps beside the blocks; None: it keeps nothing."""
-        return min((size for size in (self.max_kept_rows, self.max_predicted) if size is not None), default=None)
+        return min((size for size in (self.max_kept_rows, self.max_state_tokens) if size is not None), default=None)
 
 
 def step_stream_bytes(config: EngineConfig, free: FreeMemory) -> int:
@@ -103,7 +104,7 @@ def fixed_bytes(
     stream: StreamBuffers | None = None,
     rows: KeptRows | None = None,
     hot: int = 0,
-    predictor: PredictorState | None = None,
+    state: PolicyState | None = None,
 ) -> FixedBytes:
     """What the accelerator's budget pays before weights and KV.
 
@@ -114,7 +115,7 @@ def fixed_bytes(
         stream: buffers of the stream lane; None: there is none.
         rows: what a policy keeps of K and V beside the blocks; None: nothing.
         hot: bytes of the buffers for copies of hot blocks.
-        predictor: what its predictor keeps; None: it has none.
+        state: what it keeps there besides; None: nothing.
     """
     most_rows, max_context_len = most_requests(config), _wanted_context_len(config, spec)
     workspace = workspace_bytes(
@@ -130,7 +131,7 @@ def fixed_bytes(
         streamed=stream.num_bytes if stream is not None else 0,
         near_rows=rows.gpu_bytes(most_rows, max_context_len) if rows is not None else 0,
         hot=hot,
-        predictor=predictor.fixed_bytes(most_rows, max_context_len) if predictor is not None else 0,
+        state=state.fixed_bytes(most_rows, max_context_len) if state is not None else 0,
     )
 
 
@@ -158,7 +159,7 @@ def plan_memory(
     cxl_bytes: int = 0,
     num_near_v: int = 0,
     rows: KeptRows | None = None,
-    predictor: PredictorState | None = None,
+    state: PolicyState | None = None,
 ) -> MemoryPlan:
     """Divide the budgets.
 
@@ -169,7 +170,7 @@ def plan_memory(
         cxl_bytes: what the CXL tier has for them.
         num_near_v: first layers in which the CPU reads V in every step: theirs rather lies in DRAM.
         rows: what a policy keeps of each token in host memory beside its block; None: nothing.
-        predictor: what its predictor keeps of each token on the accelerator; None: it has none.
+        state: what it keeps of each token on the accelerator; None: nothing.
     Raises:
         ConfigError: a budget is too small for the model; says what is needed.
     """
@@ -182,18 +183,18 @@ def plan_memory(
     beside = {tier: (scan_bytes or {}).get(tier, 0) for tier in kv}
     gpu_block_bytes = kv[Tier.GPU].bytes_per_block + beside[Tier.GPU]
     gpu_most = default_blocks if config.gpu_memory is None else most_blocks
-    max_predicted, predicted_bytes = None, 0
-    if predictor is not None:
-        max_predicted = _predicted_tokens(
-            config, kv[Tier.GPU], gpu_block_bytes, gpu_budget - taken, predictor, most=gpu_most
+    max_state_tokens, state_bytes = None, 0
+    if state is not None:
+        max_state_tokens = _state_tokens(
+            config, kv[Tier.GPU], gpu_block_bytes, gpu_budget - taken, state, most=gpu_most
         )
-        predicted_bytes = max_predicted * predictor.bytes_per_token
-    gpu_blocks = _gpu_blocks(config, kv[Tier.GPU], gpu_block_bytes, gpu_budget - taken - predicted_bytes, gpu_most)
+        state_bytes = max_state_tokens * state.bytes_per_token
+    gpu_blocks = _gpu_blocks(config, kv[Tier.GPU], gpu_block_bytes, gpu_budget - taken - state_bytes, gpu_most)
     if gpu_blocks < 0 or gpu_budget < taken:
         ring = f", weights on their way {format_size(weights.ring)}" if weights.ring else ""
         near = f", near rows of `policy` {config.policy} {format_size(fixed.near_rows)}" if fixed.near_rows else ""
         near += f", buffers for hot blocks {format_size(fixed.hot)}" if fixed.hot else ""
-        near += f", its predictor {format_size(fixed.predictor)}" if fixed.predictor else ""
+        near += f", its {state.owner} {format_size(fixed.state)}" if state is not None and fixed.state else ""
         raise ConfigError(
             f"`gpu_memory` {format_size(gpu_budget)} is too small: weights take {format_size(weights.on_gpu)}{ring}, "
             f"workspace {format_size(fixed.workspace)}, stream buffers {format_size(fixed.streamed)}, CUDA graphs "
@@ -221,14 +222,14 @@ def plan_memory(
     max_kept_rows = host.num_row_blocks * kv[Tier.DRAM].block_size if rows is not None else None
     max_len, reason = _context_len(
         config, spec, kv[Tier.DRAM], kv[Tier.DRAM].bytes_per_block + beside[Tier.DRAM], num_blocks, max_kept_rows,
-        max_predicted,
+        max_state_tokens, state,
     )  # fmt: skip
     row_bytes = {tier: host.num_row_blocks * size for tier, size in host.row_bytes.items()}
     host_bytes = host.bytes_of(num_blocks)
     num_beside = host.layout.num_blocks * beside[Tier.DRAM]
     ledger = MemoryLedger(
         {
-            Tier.GPU: max(gpu_budget, taken + gpu_blocks * gpu_block_bytes + predicted_bytes),
+            Tier.GPU: max(gpu_budget, taken + gpu_blocks * gpu_block_bytes + state_bytes),
             Tier.DRAM: max(dram_budget, in_dram + host_bytes[Tier.DRAM] + num_beside + row_bytes.get(Tier.DRAM, 0)),
             **({Tier.CXL: cxl_bytes} if mapping is not KVMapping.DRAM else {}),
         }
@@ -241,7 +242,7 @@ def plan_memory(
         ("stream", fixed.streamed),
         ("near rows", fixed.near_rows),
         ("hot blocks", fixed.hot),
-        ("predictor", fixed.predictor + predicted_bytes),
+        (state.owner if state is not None else "", fixed.state + state_bytes),
     ):
         if num_bytes:
             ledger.take(Tier.GPU, owner, num_bytes)
@@ -265,7 +266,8 @@ def plan_memory(
         max_context_len=max_len,
         max_context_reason=reason,
         max_kept_rows=max_kept_rows,
-        max_predicted=max_predicted,
+        max_state_tokens=max_state_tokens,
+        state=state,
         ledger=ledger,
     )
 
@@ -293,16 +295,16 @@ def _budgets(config: EngineConfig, free: FreeMemory, fixed: int, weights_in_dram
     return gpu, dram
 
 
-def _predicted_tokens(
-    config: EngineConfig, kv: KVSpec, block_bytes: int, left: int, predictor: PredictorState, *, most: int
+def _state_tokens(
+    config: EngineConfig, kv: KVSpec, block_bytes: int, left: int, state: PolicyState, *, most: int
 ) -> int:
-    """Tokens of which a predictor can keep what it keeps: those of as many blocks as are wanted in all, out of what the
-    accelerator's tier leaves of the budget if its blocks are asked for, else of a half of it."""
-    if predictor.bytes_per_token == 0:
+    """Tokens of which a policy can keep what it keeps there: those of as many blocks as are wanted in all, out of what
+    the accelerator's tier leaves of the budget if its blocks are asked for, else of a half of it."""
+    if state.bytes_per_token == 0:
         return most * kv.block_size
     asked = kv.num_blocks(config.kv_gpu_tokens) * block_bytes if config.kv_gpu_tokens is not None else left // 2
     share = left - asked
-    return max(0, min(most * kv.block_size, share // predictor.bytes_per_token))
+    return max(0, min(most * kv.block_size, share // state.bytes_per_token))
 
 
 def _gpu_blocks(config: EngineConfig, kv: KVSpec, block_bytes: int, left: int, default_blocks: int) -> int:
@@ -327,7 +329,8 @@ def _context_len(
     block_bytes: int,
     num_blocks: dict[Tier, int],
     max_kept_rows: int | None,
-    max_predicted: int | None,
+    max_state_tokens: int | None,
+    state: PolicyState | None,
 ) -> tuple[int, str]:
     """The context limit, and why it is that."""
     capacity = sum(num_blocks.values()) * kv.block_size
@@ -336,9 +339,9 @@ def _context_len(
     if max_kept_rows is not None:
         remedy = "`dram_memory` (and `cxl_memory`, if there is any)"
         limits.append((max_kept_rows, "K and V of each token as rows in host memory", "rows in host memory", remedy))
-    if max_predicted is not None:
-        columns = "columns of K on the accelerator"
-        limits.append((max_predicted, f"{columns} of each token", columns, "`gpu_memory`"))
+    if max_state_tokens is not None and state is not None:
+        kept = f"{state.what} on the accelerator"
+        limits.append((max_state_tokens, f"{kept} of each token", kept, "`gpu_memory`"))
     for num_tokens, what, short, remedy in sorted(limits):
         if num_tokens >= min(capacity, wanted):
             continue

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from ambidex.core.kv_spec import PolicyState
 from ambidex.core.policy import LANE_PRESETS, PolicyName
 from ambidex.engine.bounded_form import BoundedForm
 from ambidex.engine.chosen_policy import ChosenPolicy
@@ -14,7 +15,8 @@ def policy_rows(
     *,
     max_kept_rows: int | None,
     rows_why: str,
-    max_predicted: int | None = None,
+    state: PolicyState | None = None,
+    max_state_tokens: int | None = None,
     is_fixed: bool = False,
 ) -> Iterator[ReportRow]:
     """Which keys decode steps attend, and what that costs.
@@ -22,7 +24,7 @@ def policy_rows(
     Args:
         is_fixed: decode steps have a fixed form.
         max_kept_rows: tokens of which the policy can keep rows beside the blocks; None: it keeps none; and why.
-        max_predicted: tokens of which its predictor can keep what it keeps; None: it has none.
+        state: what the policy keeps on the accelerator; None: nothing; `max_state_tokens`: of so many tokens.
     """
     settings = policy.settings
     why = "decode steps take the ordinary path, in plain torch, and attend the keys that it chooses"
@@ -34,6 +36,8 @@ def policy_rows(
         why = "decode steps attend all keys"
     elif settings.name.looks_ahead and is_fixed:
         why = "decode steps attend near keys and the far ones that scores made a layer ahead put first"
+    elif settings.name.adds_up and is_fixed:
+        why = "decode steps attend the keys that it holds, and add up what they get, in kernels of one launch each"
     elif settings.name is PolicyName.BOUNDED:
         why = bounded.why
     if policy.why:
@@ -51,10 +55,10 @@ def policy_rows(
             value="none" if max_kept_rows is None else f"of {max_kept_rows} tokens, in host memory",
             why=rows_why,
         )
-    if max_predicted is not None:
+    if state is not None:
         yield ReportRow(
             section="compute",
-            name="policy_predictor",
-            value=f"of {max_predicted} tokens, on the accelerator",
-            why="columns of K that it predicts scores with; requests start only if there is room for all their tokens",
+            name=f"policy_{state.owner}",
+            value=f"of {max_state_tokens} tokens, on the accelerator",
+            why=f"{state.what}, by which it chooses; requests start only if there is room for all their tokens",
         )

@@ -1,5 +1,5 @@
-"""`EarlySteps`: decode steps of policies that look ahead (HybridGen, InfiniGen) in a few fixed sizes (buckets), each
-captured once as a CUDA graph.
+"""`EarlySteps`: decode steps of policies that look ahead (HybridGen, InfiniGen), or add up what keys get (H2O,
+Keyformer, Q-Infer), in a few fixed sizes (buckets), each captured once as a CUDA graph.
 
 A step has this form if each request has one new token whose block lies on the accelerator
 (`attention/early_decode.py`). How many far keys there are, how many are chosen and where rows lie is read on the
@@ -8,7 +8,8 @@ mode has graphs of its own.
 
     accelerator   one graph, with its waits for words of pinned memory (`attention/early_fixed.py`)
     CPU           behind its launch, layer after layer: attention over keys in DRAM in the layers that attend all,
-                  scores of far keys in the others, in mode post (`runner/early_answers.py`)
+                  scores of far keys in the others, in mode post (`runner/early_answers.py`); nothing where all layers
+                  choose by themselves
 
 As in `graphs.py` the first step of a bucket is rehearsed without the CPU's answers, so that no lane waits for a
 compiler, then computed, then captured; if capturing fails, graphs are given up with one warning, and every step takes
@@ -30,6 +31,7 @@ from ambidex.attention.early_inputs import ChosenCounts, EarlyInputs
 from ambidex.attention.early_requests import FixedPlan
 from ambidex.attention.fixed_scores import FixedScores
 from ambidex.attention.handover import Handover
+from ambidex.attention.held_fixed import HeldAttention
 from ambidex.attention.hybrid import HybridAttention
 from ambidex.attention.paged import PagedAttention
 from ambidex.attention.selective import SelectiveAttention
@@ -110,7 +112,9 @@ class EarlySteps:
         )
         self._batch = DecodeBatch(self._inputs, block_size=pool.spec.block_size, has_cpu_lane=self._dram is not None)
         self._early_inputs = EarlyInputs(max_rows=max_rows, num_layers=spec.num_layers, device=device)
-        self._chosen_counts = ChosenCounts(max_rows=max_rows, num_layers=spec.num_layers, device=device)
+        self._chosen_counts = ChosenCounts(
+            max_rows=max_rows, num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, device=device
+        )
         self._logits = torch.empty(max_rows, spec.vocab_size, dtype=torch.float32, device=device)
         self._chosen = torch.empty(max_rows, dtype=torch.int64, device=device)
         self._all_rows = torch.arange(max_rows, device=device)
@@ -163,7 +167,7 @@ class EarlySteps:
         first_layer = plan.form.first_layer
         self._selective.finish_fixed(
             None if self._times is None else partial(self._read_times, self._times, num_rows),
-            None if plan.form.alpha is None else partial(self._chosen_counts.total, num_rows, first_layer),
+            self._count_reader(num_rows, plan),
         )
         return DecodeOutput(
             logits=self._logits[:num],
@@ -176,7 +180,7 @@ class EarlySteps:
     def _run(self, num_rows: int, plan: FixedPlan) -> bool | None:
         """Run the step that was prepared; says whether a graph was replayed, None if graphs had to be given up: where
         there is no pinned memory for what the lanes share, or a capture fails."""
-        batches = self._layer_batches()
+        batches = self._layer_batches() if plan.form.first_layer else None
         try:
             host = self._answers(num_rows, has_keys=batches is not None)
         except RuntimeError as error:
@@ -301,8 +305,17 @@ class EarlySteps:
             sampled_rows=self._all_rows[:num_rows],
             sampled_ids=(),
         )
-        paged = PagedAttention(self._spec, self._pools[Tier.GPU], rows)
-        attention = EarlyAttention(
+        attention = self._held_attention(num_rows, plan) if plan.form.rules else self._ahead(num_rows, host, plan)
+        logits = self._logits[:num_rows]
+        with self._clock.span(Part.STEP) if self._clock is not None else nullcontext():
+            logits.copy_(self._model.logits(self._forward(self._model, batch, attention)))
+        self._chosen[:num_rows].copy_(api.likeliest(logits))
+
+    def _ahead(self, num_rows: int, host: EarlyAnswers, plan: FixedPlan) -> EarlyAttention:
+        """The attention of a policy that looks ahead."""
+        assert self._early.look_ahead is not None, "its policy looks ahead"
+        paged = PagedAttention(self._spec, self._pools[Tier.GPU], self._inputs.device(num_rows))
+        return EarlyAttention(
             self._spec,
             paged if host.keys is None else HybridAttention(paged, host.keys, None),
             self._early.requests.near,
@@ -311,10 +324,24 @@ class EarlySteps:
             self._far_side(num_rows, host, plan),
             first_layer=plan.far.first_layer,
         )
-        logits = self._logits[:num_rows]
-        with self._clock.span(Part.STEP) if self._clock is not None else nullcontext():
-            logits.copy_(self._model.logits(self._forward(self._model, batch, attention)))
-        self._chosen[:num_rows].copy_(api.likeliest(logits))
+
+    def _held_attention(self, num_rows: int, plan: FixedPlan) -> HeldAttention:
+        """That of a policy that adds up what keys get."""
+        return HeldAttention(
+            self._early.requests.near,
+            self._early_inputs.device(num_rows),
+            self._early_inputs.sums(num_rows),
+            plan.form.rules,
+            num_attended=lambda layer_idx: self._chosen_counts.of_heads(layer_idx, num_rows),
+            max_far=self._max_far,
+            scale=self._spec.head_dim**-0.5,
+        )
+
+    def _count_reader(self, num_rows: int, plan: FixedPlan) -> Callable[[], int] | None:
+        """What tells how many far keys were chosen, if the step counts them."""
+        if plan.form.rules:
+            return partial(self._chosen_counts.total_of_heads, num_rows)
+        return partial(self._chosen_counts.total, num_rows, plan.form.first_layer) if plan.form.is_counted else None
 
     def _far_side(self, num_rows: int, host: EarlyAnswers, plan: FixedPlan) -> FarSide:
         rows, scale = self._early_inputs.device(num_rows), self._spec.head_dim**-0.5

@@ -1,4 +1,14 @@
-"""State of policies that add up what queries gave each key, and drop for good what has least."""
+"""State of policies that add up what queries gave each key, and drop for good what has least.
+
+A step of fixed form computes the same on the accelerator (`attention/held_fixed.py`): at most one key goes a step, and
+which keys may is known from their number alone (`SumPlan`). What it leaves lies in memory that the step after the next
+writes again (`PlacedSums`).
+"""
+
+import copy
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -17,6 +27,30 @@ from ambidex.attention.select.policy import (
 )
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.policy import PolicySettings
+from ambidex.kernels.early_rows import SumRule
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedSums:
+    """What the first `num_keys` keys of a request have got, `sums` [L, Hkv, n] fp32, and which are held, `held` uint8
+    likewise."""
+
+    sums: Tensor
+    held: Tensor
+    num_keys: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of both."""
+        return self.sums.nbytes + self.held.nbytes
+
+
+class SumPlan(NamedTuple):
+    """What a step of fixed form is told of a request; see `kernels.early_rows.SumRows`."""
+
+    recent_first: int
+    drop_end: int
+    tau: float = 1.0
 
 
 class BudgetPolicy(Policy):
@@ -38,16 +72,81 @@ class BudgetPolicy(Policy):
 
 
 class Accumulated(Selector):
-    """Keeps the sum of probabilities of each key, [Hkv, S], and which keys are kept."""
+    """Keeps the sum of probabilities of each key, [Hkv, S], and which keys are kept.
+
+    `drops_first`: of keys with equal sums the earliest is dropped; else the last.
+    """
+
+    drops_first: ClassVar[bool] = False
 
     def __init__(self, num_kv_heads: int) -> None:
         self._num_kv_heads = num_kv_heads
+        self._placed: tuple[PlacedSums, int] | None = None  # and the layer; then there are no tensors of its own
         self._sums: Tensor | None = None  # [Hkv, S]
         self._kept: Tensor | None = None  # [Hkv, S] bool; None: the prompt is not at its end
 
     @property
     def kept(self) -> Tensor | None:
-        return self._kept
+        return self._kept if self._placed is None else self.detach()._kept
+
+    @property
+    def placed(self) -> PlacedSums | None:
+        """Where a step of fixed form has left what it keeps; None: nowhere, or it has changed since."""
+        return None if self._placed is None else self._placed[0]
+
+    @property
+    def rule(self) -> SumRule:
+        """What a step of fixed form adds in this layer, and which of equal sums is the least."""
+        return SumRule(drops_first=self.drops_first, noise_seed=None)
+
+    @abstractmethod
+    def plan_sums(self, num_keys: int) -> SumPlan:
+        """What a step of fixed form does whose query sees `num_keys`, its own included."""
+
+    @abstractmethod
+    def prune(self) -> None:
+        """Choose which keys of the prompt are held, if that has not been done."""
+
+    @property
+    @abstractmethod
+    def held(self) -> Tensor:
+        """[Hkv, S] bool: the keys whose sums count, once they were chosen."""
+
+    @abstractmethod
+    def _hold(self, held: Tensor) -> None:
+        """Take in which keys are held, in a tensor of its own."""
+
+    def place(self, placed: PlacedSums, layer_idx: int) -> None:
+        """What it keeps lies there from now on."""
+        self._placed = (placed, layer_idx)
+        self._sums = self._kept = None
+
+    def copy_to(self, sums: Tensor, held: Tensor) -> None:
+        """Copy what it keeps to where a step of fixed form finds it: [Hkv, n], n being at least its keys.
+
+        Cost: two launches, behind a prompt those that choose besides.
+        """
+        self.take()
+        self.prune()
+        assert self._sums is not None, "the prompt comes before the answer"
+        sums[:, : self._sums.shape[1]] = self._sums
+        held[:, : self._sums.shape[1]] = self.held
+
+    def take(self) -> None:
+        """Take what a step of fixed form has left, before a step of another form."""
+        if self._placed is not None:
+            (placed, layer_idx), self._placed = self._placed, None
+            self._sums = placed.sums[layer_idx, :, : placed.num_keys]
+            self._hold(placed.held[layer_idx, :, : placed.num_keys].bool())
+
+    def detach(self) -> Self:
+        if self._placed is None:
+            return self
+        own = copy.copy(self)
+        own.take()
+        assert own._sums is not None, "it was taken"
+        own._sums = own._sums.clone()
+        return own
 
     def weigh(self, probs: Tensor) -> Tensor:
         """What a query adds to the sums: its probabilities, unless a policy has it otherwise.
@@ -83,9 +182,24 @@ class NewestAndBest(Accumulated):
         self._budget = budget
         self._num_recent = num_recent
 
-    def select(self, row: DecodeRow) -> Selection:
+    def plan_sums(self, num_keys: int) -> SumPlan:
+        return SumPlan(num_keys - 1, num_keys - self._num_recent if num_keys > self._budget else 0)
+
+    def prune(self) -> None:
         if self._kept is None and self._sums is not None:
             self._kept = self._choose(self._sums, torch.ones_like(self._sums, dtype=torch.bool))
+
+    @property
+    def held(self) -> Tensor:
+        assert self._kept is not None, "they were chosen"
+        return self._kept
+
+    def _hold(self, held: Tensor) -> None:
+        self._kept = held
+
+    def select(self, row: DecodeRow) -> Selection:
+        self.take()
+        self.prune()
         _, kept = self._present(row.num_keys)
         return Selection(mask=kept)
 

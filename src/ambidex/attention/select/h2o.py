@@ -17,16 +17,17 @@ none that do); a budget in the prompt's tokens instead of a ratio on the command
 scores: the earlier key wins. Positions are the original ones, as in both programs.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from ambidex.attention.select.accumulated import Accumulated, BudgetPolicy, NewestAndBest
+from ambidex.attention.select.accumulated import Accumulated, BudgetPolicy, NewestAndBest, SumPlan
 from ambidex.attention.select.policy import (
     DecodeRow,
     PolicyRequest,
     Selection,
     Selector,
-    pad_keys,
     top_mask,
 )
 from ambidex.core.model_spec import ModelSpec
@@ -49,48 +50,52 @@ class H2O(BudgetPolicy):
 
 
 class _FlexGenPort(Accumulated):
-    """`half` best keys and `half − 1` recent ones."""
+    """`half` best keys and `half − 1` recent ones, all of which are held: whether a key is recent follows from its
+    place."""
+
+    drops_first: ClassVar[bool] = True
 
     def __init__(self, num_kv_heads: int, *, half: int) -> None:
         super().__init__(num_kv_heads)
         self._half = half
-        self._best: Tensor | None = None  # [Hkv, S] bool
-        self._num_kept = 0  # of each head
+
+    def plan_sums(self, num_keys: int) -> SumPlan:
+        """The oldest of the recent keys is admitted to the best when the step is over, and cannot be dropped by it."""
+        return SumPlan(num_keys - 1, num_keys - self._half if num_keys >= 2 * self._half else 0)
+
+    @property
+    def held(self) -> Tensor:
+        assert self._kept is not None, "they were chosen"
+        return self._kept
+
+    def _hold(self, held: Tensor) -> None:
+        self._kept = held
 
     def select(self, row: DecodeRow) -> Selection:
-        if self._kept is None:
-            self._prune_prompt()
+        self.take()
+        self.prune()
         _, kept = self._present(row.num_keys)
         return Selection(mask=kept)
 
     def attended(self, probs: Tensor) -> None:
         super().attended(probs)
         num_keys = probs.shape[1]
-        assert self._best is not None, "select comes first"
         sums, kept = self._present(num_keys)
         kept[:, -1] = True  # pad_keys made them new
-        if self._num_kept < 2 * self._half - 1:
-            self._num_kept += 1
-        else:
-            best = pad_keys(self._best, num_keys)
-            victim = sums.masked_fill(~best, torch.inf).argmin(1, keepdim=True)  # [Hkv, 1]
+        num_best = self.plan_sums(num_keys).drop_end
+        if num_best:
+            best = kept[:, :num_best]
+            victim = sums[:, :num_best].masked_fill(~best, torch.inf).argmin(1, keepdim=True)  # [Hkv, 1]
             kept.scatter_(1, victim, False)
-        self._best, self._kept = self._all_but_recent(kept), kept
+        self._kept = kept
 
-    def _prune_prompt(self) -> None:
+    def prune(self) -> None:
         """Choose the best of all but the last `half − 1`."""
+        if self._kept is not None:
+            return
         assert self._sums is not None, "the prompt comes before the answer"
         num_keys = self._sums.shape[1]
         num_old = max(0, num_keys - (self._half - 1))
-        best = torch.zeros_like(self._sums, dtype=torch.bool)
-        best[:, :num_old] = top_mask(self._sums[:, :num_old], self._half)
-        kept = best.clone()
-        kept[:, num_old:] = True
-        self._best, self._kept = best, kept
-        self._num_kept = min(num_old, self._half) + num_keys - num_old
-
-    def _all_but_recent(self, kept: Tensor) -> Tensor:
-        """The oldest of the recent keys is admitted to the best when a newer one comes."""
-        best = kept.clone()
-        best[:, max(0, kept.shape[1] - (self._half - 1)) :] = False
-        return best
+        kept = torch.ones_like(self._sums, dtype=torch.bool)
+        kept[:, :num_old] = top_mask(self._sums[:, :num_old], self._half)
+        self._kept = kept

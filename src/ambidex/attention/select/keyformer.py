@@ -19,10 +19,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ambidex.attention.select.accumulated import BudgetPolicy, NewestAndBest
+from ambidex.attention.select.accumulated import BudgetPolicy, NewestAndBest, SumPlan
 from ambidex.attention.select.policy import PolicyRequest, Selector
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.policy import PolicySettings
+from ambidex.kernels.early_rows import SumRule
 from ambidex.kernels.noise import gumbel_noise
 
 TAU_STEP_WITHOUT_LIMIT: Final = 0.01
@@ -84,10 +85,20 @@ class _Noisy(NewestAndBest):
         for row in range(0, num_queries, most):
             some = slice(row, row + most)
             noise[:, some] = gumbel_noise(self._noise_seed, positions[some], num_heads, num_keys)
-        num_steps = max(0, num_keys - self._num_prompt)  # 0 for queries of the prompt, which come before all others
-        tau = self._tau + num_steps * self._tau_step
+        tau = self._tau_of(num_keys)
         # log p differs from x by the same number for all keys of a query, which a softmax does not see.
         return ((probs.log() + noise) / tau).softmax(-1)
+
+    @property
+    def rule(self) -> SumRule:
+        return SumRule(drops_first=self.drops_first, noise_seed=self._noise_seed)
+
+    def plan_sums(self, num_keys: int) -> SumPlan:
+        return super().plan_sums(num_keys)._replace(tau=self._tau_of(num_keys))
+
+    def _tau_of(self, num_keys: int) -> float:
+        """The temperature of a query that sees so many keys; queries of the prompt come before all others."""
+        return self._tau + max(0, num_keys - self._num_prompt) * self._tau_step
 
 
 def noise_seed(seed: int, layer_idx: int) -> int:

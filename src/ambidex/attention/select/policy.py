@@ -11,7 +11,8 @@ at each decode step, which keys the step's query attends:
     measure    what was left out, where that is known            each decode step
 
 NOTE: a selector never changes a tensor that it holds in place (`Rows` alone may grow behind its end): a step that
-breaks off is computed again from shallow copies that were made before it.
+breaks off is computed again from shallow copies that were made before it. Steps of fixed form have two copies of what
+they change in turns.
 """
 
 import copy
@@ -153,8 +154,12 @@ class Selector(ABC):
         return None
 
     def snapshot(self) -> Self:
-        """A copy that later steps of this one do not change."""
+        """A copy that the next step of this one does not change."""
         return copy.copy(self)
+
+    def detach(self) -> Self:
+        """Itself, or a copy, that no later step changes."""
+        return self
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ it.
 import torch
 from torch import Tensor
 
-from ambidex.attention.select.accumulated import Accumulated, BudgetPolicy
+from ambidex.attention.select.accumulated import Accumulated, BudgetPolicy, PlacedSums, SumPlan
 from ambidex.attention.select.policy import (
     DecodeRow,
     PolicyRequest,
@@ -34,7 +34,8 @@ class QInferWindows(BudgetPolicy):
         del layer_idx
         budget, num_recent = self._divide(request)
         num_best = budget - num_recent
-        return _TwoWindows(self.spec.num_kv_heads, num_best=num_best + num_best // 2, num_recent=num_recent)
+        num_best = max(1, num_best + num_best // 2)  # there is no place for others if all keys are recent
+        return _TwoWindows(self.spec.num_kv_heads, num_best=num_best, num_recent=num_recent)
 
 
 class _TwoWindows(Accumulated):
@@ -46,14 +47,41 @@ class _TwoWindows(Accumulated):
         self._num_recent = num_recent
         self._best: Tensor | None = None  # [Hkv, S] bool
 
-    def select(self, row: DecodeRow) -> Selection:
+    def plan_sums(self, num_keys: int) -> SumPlan:
+        """The key that the next step would find to be one too many is dropped at the end of this one."""
+        return SumPlan(self._first_recent(num_keys), num_keys if num_keys >= self._num_best else 0)
+
+    def prune(self) -> None:
+        """Choose the best of those that are in the key window, for the next step; chosen again they are the same."""
         assert self._sums is not None, "the prompt comes before the answer"
         if self._best is None:
             self._best = torch.ones_like(self._sums, dtype=torch.bool)
-        sums = self._sums.masked_fill(~self._best, -torch.inf)
-        best = pad_keys(top_mask(sums, self._num_best - 1), row.num_keys)
+        self._best = top_mask(self._sums.masked_fill(~self._best, -torch.inf), self._num_best - 1)
+
+    @property
+    def held(self) -> Tensor:
+        assert self._best is not None, "they were chosen"
+        return self._best
+
+    def _hold(self, held: Tensor) -> None:
+        self._best, self._kept = held, self._with_recent(held)
+
+    def place(self, placed: PlacedSums, layer_idx: int) -> None:
+        super().place(placed, layer_idx)
+        self._best = None
+
+    def select(self, row: DecodeRow) -> Selection:
+        self.take()
+        self.prune()
+        best = pad_keys(self.held, row.num_keys)
         best[:, -1] = True  # pad_keys made it new
+        self._best, self._kept = best, self._with_recent(best)
+        return Selection(mask=self._kept)
+
+    def _with_recent(self, best: Tensor) -> Tensor:
         kept = best.clone()
-        kept[:, max(0, row.num_keys - 1 - self._num_recent) :] = True
-        self._best, self._kept = best, kept
-        return Selection(mask=kept)
+        kept[:, self._first_recent(best.shape[1]) :] = True
+        return kept
+
+    def _first_recent(self, num_keys: int) -> int:
+        return max(0, num_keys - 1 - self._num_recent)

@@ -29,7 +29,7 @@ from ambidex.engine.compose.cxl import CxlTier, choose_cxl
 from ambidex.engine.compose.hot import find_no_hot, staging_bytes
 from ambidex.engine.compose.sparsity import SparsityChoice, choose_sparsity
 from ambidex.engine.compose.weight_choices import WeightChoices, choose_weights
-from ambidex.engine.kept_rows import choose_kept_rows, choose_predictor_state, why_no_early_steps
+from ambidex.engine.kept_rows import choose_kept_rows, choose_policy_state, why_no_early_steps
 from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
 from ambidex.engine.lane_preset import most_streamed_share
 from ambidex.engine.memory import FreeMemory, MemoryPlan, fixed_bytes, most_requests, plan_memory, step_stream_bytes
@@ -159,7 +159,7 @@ def make_choices(
     has_row_ops = is_cuda or form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
     kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
     bounded = choose_bounded_form(config, kv.specs, why_ordinary=form_why if form is DecodeForm.ORDINARY else None)
-    is_early = config.policy.looks_ahead
+    is_early = config.policy.has_fixed_steps
     if is_early and form in (DecodeForm.FIXED, DecodeForm.CAPTURED):
         why_not = why_no_early_steps(config, kv.specs)
         if why_not is not None:
@@ -200,12 +200,14 @@ def make_choices(
         is_cuda=is_cuda,
         is_fixed=form in (DecodeForm.FIXED, DecodeForm.CAPTURED),
     )
-    predictor = choose_predictor_state(spec, chosen.settings)
+    state = choose_policy_state(
+        spec, chosen.settings, is_fixed=form in (DecodeForm.FIXED, DecodeForm.CAPTURED) and rows is not None
+    )
     why_no_hot = find_no_hot(config, form, bounded)
     fixed = fixed_bytes(
         config, spec, activations=activations, graph_buckets=buckets,
         graph_modes=2 if is_early and Need.TIMES in policy.needs else 1,
-        stream=stream, rows=rows, predictor=predictor,
+        stream=stream, rows=rows, state=state,
         hot=staging_bytes(kv.specs) if why_no_hot is None and is_cuda else 0,
     )  # fmt: skip
     weights = choose_weights(
@@ -220,6 +222,7 @@ def make_choices(
         if is_early and form in (DecodeForm.FIXED, DecodeForm.CAPTURED):
             form_why = f"steps of policy {config.policy} are launched op by op: weights lie in DRAM"
             form = DecodeForm.ORDINARY
+            state = state if config.policy.looks_ahead else None
 
     def plan(tier: CxlTier) -> MemoryPlan:
         return plan_memory(
@@ -234,7 +237,7 @@ def make_choices(
             cxl_bytes=tier.num_bytes,
             num_near_v=chosen.settings.exact_layers or 0,
             rows=rows,
-            predictor=predictor,
+            state=state,
         )
 
     return Choices(
@@ -275,7 +278,7 @@ def _choose_decode_form(
     config: EngineConfig, spec: ModelSpec, device: torch.device, threads: ThreadPool | None
 ) -> tuple[DecodeForm, str]:
     """How decode steps run, and the reason."""
-    is_early = config.policy.looks_ahead
+    is_early = config.policy.has_fixed_steps
     if not config.policy.attends_all and config.policy is not PolicyName.BOUNDED and not is_early:
         return DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
     if spec.alibi_slopes is not None:
@@ -289,8 +292,11 @@ def _choose_decode_form(
         if order is not KVOrder.TILES:
             return DecodeForm.ORDINARY, why
         return DecodeForm.PROGRAM, "decode steps are replayed as native programs"
-    early_ops = ("attend_early", "predict_far", "attend_predicted")
-    for op in ("attend_paged", "rotate_and_store", *(early_ops if is_early else ())):
+    own_ops: tuple[str, ...] = ()
+    if is_early:
+        ahead = ("attend_early", "predict_far", "attend_predicted")
+        own_ops = ahead if config.policy.looks_ahead else ("attend_held", "add_sums")
+    for op in ("attend_paged", "rotate_and_store", *own_ops):
         choice = choose(op, device.type)
         if choice.name != "triton":
             return DecodeForm.ORDINARY, f"CUDA graphs need the Triton kernel of {op}: {choice.reason}"

@@ -125,7 +125,7 @@ def find_no_stream(choices: Choices, pools: Mapping[Tier, KVPool]) -> str | None
     if choices.decode_form is not DecodeForm.CAPTURED:
         return f"decode steps are not captured: {choices.decode_form_why}"
     name = choices.policy.settings.name
-    if name.looks_ahead:
+    if name.has_fixed_steps:
         return f"policy {name} has the link for chosen rows"
     dtypes = choices.kv.specs[Tier.DRAM].dtypes
     if choices.bounded.is_native and dtypes.k.has_scales:

@@ -87,7 +87,7 @@ def make_decode_steps(
         )
     if choices.decode_form is DecodeForm.ORDINARY or pools[Tier.GPU].num_blocks == 0:
         return None
-    if choices.policy.settings.name.looks_ahead:  # its steps are made with its attention
+    if choices.policy.settings.name.has_fixed_steps:  # its steps are made with its attention
         return None
     return DecodeSteps(
         model=model,
@@ -120,7 +120,7 @@ def make_early_steps(
     forward: Forward,
     capture: Callable[[], Capture],
 ) -> EarlySteps | None:
-    """Decode steps of fixed form of policies that look ahead; None: another policy, or they are launched op by op; see
+    """Decode steps of fixed form of policies that have them; None: another policy, or they are launched op by op; see
     `why_no_early_pools`."""
     rows, max_rows = choices.rows, most_requests(config)
     is_fixed = choices.decode_form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
@@ -147,8 +147,7 @@ def make_early_steps(
 
 
 def why_no_early_pools(attention: TieredAttention | SelectiveAttention) -> str | None:
-    """Why decode steps of a policy that looks ahead have no fixed form, although they might have; None: nothing is
-    against it."""
+    """Why decode steps of a policy have no fixed form, although they might have; None: nothing is against it."""
     early = attention.early if isinstance(attention, SelectiveAttention) else None
     if early is None:
         return None
@@ -365,7 +364,9 @@ def with_policy(
         )
         row_store = RowStore(choices.spec, exact.pools, max_rows=choices.memory.max_kept_rows, home=home)
     threads, rows = choices.threads, choices.rows
-    if look_ahead is not None and row_store is not None and rows is not None and threads is not None:
+    is_fixed = settings.name.adds_up and choices.decode_form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
+    has_early = look_ahead is not None or is_fixed
+    if has_early and row_store is not None and rows is not None and threads is not None:
         early = EarlyDecode(
             choices.spec,
             TieredAttention(choices.spec, exact.pools, wrap=_pacing(exact.pools[Tier.DRAM], None)),
