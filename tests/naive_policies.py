@@ -231,7 +231,7 @@ class NaiveQInferWindows(Rule):
     def start(self) -> None:
         budget = max(2, self.num_prompt * self.percent // 100)
         self.num_recent = budget * self.recent_percent // 100
-        self.num_best = (budget - self.num_recent) + (budget - self.num_recent) // 2
+        self.num_best = max(1, (budget - self.num_recent) + (budget - self.num_recent) // 2)
         self.acc: list[dict[int, float]] = [{} for _ in range(self.spec.num_kv_heads)]
 
     def see_prompt(self, seen: Seen, weights: list[Weights]) -> None:

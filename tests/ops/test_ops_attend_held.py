@@ -1,4 +1,5 @@
-"""`attend_held` and `add_sums`: both implementations against plain loops over the keys that are held or recent."""
+"""`attend_held`, `add_sums` and `attend_windows`: both implementations against plain loops over the keys that are held
+or recent, or first or newest."""
 
 from dataclasses import dataclass, replace
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from ambidex.core.errors import ShapeError
 from ambidex.kernels import api, dispatch
-from ambidex.kernels.early_rows import EarlyRows, SumRows, SumRule
+from ambidex.kernels.early_rows import EarlyRows, SumRows, SumRule, WindowRows
 from ambidex.kernels.noise import gumbel_noise
 from ambidex.kernels.triton import attend_held as triton_held
 from triton_device import DEVICES, DTYPE_CASES
@@ -292,6 +293,72 @@ def test_long_contexts_on_a_gpu(rule: SumRule) -> None:
     Parts(sizes, torch.float32, "cuda").check_sums("triton", rule)
 
 
+WINDOWS = [  # of each request of SIZES: the end of the first keys, the begin of the newest
+    (SIZES[0], [(4, 250)]),
+    (SIZES[1], [(2, 2), (0, 0), (0, 0)]),  # all are attended; there is none; padding
+    (SIZES[2], [(0, 190), (1, 64)]),  # no first keys; no newest beside the own
+    (SIZES[3], [(70, 120), (1, 1)]),
+]
+
+
+def check_windows(name: str, device: str, dtype: torch.dtype, sizes: Sizes, ends: list[tuple[int, int]]) -> None:
+    """Far rows that are not attended are NaN; the first keys are scored by another query."""
+    parts = Parts(sizes, dtype, device)
+    generator = torch.Generator().manual_seed(5)
+    sink_q = torch.randn(parts.q.shape, generator=generator).to(dtype)
+    for far, (sink_end, first) in zip(parts.far, ends, strict=True):
+        num_far = far.shape[3] - 5
+        far.fill_(torch.nan)
+        for seen in (slice(sink_end), slice(first, num_far)):
+            far[:, LAYER, :, seen] = torch.randn(far[:, LAYER, :, seen].shape, generator=generator).to(dtype)
+    windows = WindowRows(
+        sink_end=parts._numbers([end for end, _ in ends]),
+        window_first=parts._numbers([first for _, first in ends]),
+        gap=parts._numbers([0] * len(ends)),
+    )
+
+    def naive(kind: torch.dtype) -> Tensor:
+        out = torch.zeros_like(parts.q, dtype=kind)
+        for slot, (asked, (sink_end, first)) in enumerate(zip(parts.requests, ends, strict=True)):
+            for head in range(parts.q.shape[1] if asked is not PADDING else 0):
+                kv_head = head // parts.group
+                k, v = parts.far[slot][:, LAYER, kv_head, : asked.num_far].to(kind)
+                own_k, own_v = parts.near[:, kv_head, slot].to(kind)
+                q = parts.q[slot, head].to(kind)
+                sinks = (k[:sink_end] * sink_q[slot, head].to(kind)).sum(1)
+                newest = (torch.cat((k[first:], own_k)) * q).sum(1)
+                probs = (torch.cat((sinks, newest)) * parts.scale).softmax(0)
+                out[slot, head] = probs @ torch.cat((v[:sink_end], v[first:], own_v))
+        return out
+
+    near_k, near_v = parts.near.to(device)
+    with dispatch.override("attend_windows", name):
+        out = api.attend_windows(
+            parts.q.to(device), sink_q.to(device), near_k, near_v, parts.rows, windows, layer_idx=LAYER,
+            scale=parts.scale,
+        )  # fmt: skip
+    splits = 5 if device == "cuda" and dtype == torch.float32 else 3  # are merged
+    assert_within_twice_plain(
+        out.cpu(), naive(dtype), naive(torch.float64), num_roundings=1 if name == "reference" else splits
+    )
+
+
+@pytest.mark.parametrize(("sizes", "ends"), WINDOWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_reference_attends_the_first_keys_and_the_newest(
+    dtype: torch.dtype, sizes: Sizes, ends: list[tuple[int, int]]
+) -> None:
+    check_windows("reference", "cpu", dtype, sizes, ends)
+
+
+@pytest.mark.parametrize(("sizes", "ends"), WINDOWS)
+@pytest.mark.parametrize(("device", "dtype"), DTYPE_CASES)
+def test_kernels_attend_the_first_keys_and_the_newest(
+    device: str, dtype: torch.dtype, sizes: Sizes, ends: list[tuple[int, int]]
+) -> None:
+    check_windows("triton", device, dtype, sizes, ends)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     parts = Parts(SIZES[0], torch.float32, "cpu")
     near_k, near_v = parts.near
@@ -310,3 +377,9 @@ def test_what_does_not_fit_is_refused() -> None:
     wrong = replace(parts.sum_rows, tau=torch.zeros(3, dtype=torch.int64))
     with pytest.raises(ShapeError, match="tau"):
         api.add_sums(scores, lse, parts.rows, wrong, RULES[0], num_attended=counts[:, :2], layer_idx=0)
+    windows = WindowRows(**dict.fromkeys(("sink_end", "window_first", "gap"), torch.zeros(1, dtype=torch.int64)))
+    with pytest.raises(ShapeError, match="sink_q"):
+        api.attend_windows(parts.q, parts.q[:, :4], near_k, near_v, parts.rows, windows, layer_idx=0, scale=1.0)
+    wrong_windows = replace(windows, window_first=torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ShapeError, match="window_first"):
+        api.attend_windows(parts.q, parts.q, near_k, near_v, parts.rows, wrong_windows, layer_idx=0, scale=1.0)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from ambidex.attention.select.partial_keys import PartialKeys
-from ambidex.kernels.early_rows import AlphaCount, EarlyRows, PartialRows, SumRows
+from ambidex.kernels.early_rows import AlphaCount, EarlyRows, PartialRows, SumRows, WindowRows
 
 _NAMES = tuple(item.name for item in fields(EarlyRows))
 _SUM_NAMES = tuple(item.name for item in fields(SumRows))
-_ROW_NAMES = _NAMES + _SUM_NAMES
+_WINDOW_NAMES = tuple(item.name for item in fields(WindowRows))
+_ROW_NAMES = _NAMES + _SUM_NAMES + _WINDOW_NAMES
 _PARTIAL_NAMES = ("rows_address", "turn_address", "capacity")
 _PADDING = {"near_slots": -1}
 """What padding has; 0 otherwise."""
@@ -48,8 +49,13 @@ class EarlyInputs:
 
     def sums(self, num_rows: int) -> SumRows:
         """What it reads of what keys have got; views, likewise."""
-        parts = self._device[len(_NAMES) : len(_ROW_NAMES), :num_rows]
+        parts = self._device[len(_NAMES) : len(_NAMES) + len(_SUM_NAMES), :num_rows]
         return SumRows(**dict(zip(_SUM_NAMES, parts, strict=True)))
+
+    def windows(self, num_rows: int) -> WindowRows:
+        """What it reads of the keys that windows hold; views, likewise."""
+        parts = self._device[len(_ROW_NAMES) - len(_WINDOW_NAMES) : len(_ROW_NAMES), :num_rows]
+        return WindowRows(**dict(zip(_WINDOW_NAMES, parts, strict=True)))
 
     def partial(self, num_rows: int, layer_idx: int, num_columns: int) -> PartialRows:
         """What it reads of the partial keys of a layer, which have so many columns; views, likewise."""

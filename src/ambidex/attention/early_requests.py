@@ -21,6 +21,7 @@ from ambidex.attention.row_store import RowStore, take_rows
 from ambidex.attention.select.accumulated import Accumulated
 from ambidex.attention.select.partial_keys import PartialKeys, PartialSelector
 from ambidex.attention.select.policy import FarSelector, Selector
+from ambidex.attention.select.streaming_llm import FirstAndLast, WindowPlan
 from ambidex.attention.transfer_clock import TransferClock
 from ambidex.core.ids import KVPart, RequestId
 from ambidex.core.model_spec import ModelSpec
@@ -51,7 +52,7 @@ class FixedForm:
     """What a step of fixed form needs to know of its requests: the first layer that chooses; of each request the far
     keys and how many of them are selected, at most if `alpha` is given (see `FarSelector`); whether the CPU scores, and
     whether far keys are weighed by early scores. With `rules`, those of each layer, sums say what is chosen, and how
-    many are selected is not known."""
+    many are selected is not known. With `has_windows` places say it."""
 
     first_layer: int
     num_far: Sequence[int]
@@ -60,11 +61,17 @@ class FixedForm:
     is_scored: bool
     weighs_early: bool
     rules: Sequence[SumRule] = ()
+    has_windows: bool = False
 
     @property
     def is_counted(self) -> bool:
         """The step counts itself how many far keys are chosen."""
         return self.alpha is not None or bool(self.rules)
+
+    @property
+    def is_predicted(self) -> bool:
+        """Partial keys predict which far keys are chosen."""
+        return not (self.is_scored or self.rules or self.has_windows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,16 +160,16 @@ class EarlyRequests:
         self.near.begin(requests, rows)
 
     def find_form(self, works: Sequence[EarlyWork], *, max_far: int) -> FixedForm | None:
-        """The fixed form of a step, if it has it: one new token each, behind the prompt, and layers that look ahead, or
-        sums.
+        """The fixed form of a step, if it has it: one new token each, behind the prompt, and layers that look ahead,
+        sums or windows.
 
         Args:
             max_far: far keys of all requests together, at most.
         """
         if not is_decode(works):
             return None
-        if isinstance(works[0].selectors[0], Accumulated):
-            return self._find_sums_form(works, max_far=max_far)
+        if isinstance(works[0].selectors[0], Accumulated | FirstAndLast):
+            return self._find_lone_form(works, max_far=max_far)
         first = self._first_layer(works[0])
         if first is None:
             return None
@@ -181,19 +188,26 @@ class EarlyRequests:
             weighs_early=far[0].weighs_early,
         )
 
-    def _find_sums_form(self, works: Sequence[EarlyWork], *, max_far: int) -> FixedForm | None:
-        """That of a policy that adds up: all keys but the query's own are far."""
+    def _find_lone_form(self, works: Sequence[EarlyWork], *, max_far: int) -> FixedForm | None:
+        """That of a policy that adds up, or has windows: all keys but the query's own are far."""
         num_far = [work.start for work in works]
         if sum(num_far) > max_far:
             return None
+        first = works[0].selectors[0]
+        is_summed = isinstance(first, Accumulated)
+        rules = [cast("Accumulated", selector).rule for selector in works[0].selectors] if is_summed else []
+        num_selected = num_far
+        if isinstance(first, FirstAndLast):
+            num_selected = [num - _windows_of(work).gap for num, work in zip(num_far, works, strict=True)]
         return FixedForm(
             first_layer=0,
             num_far=num_far,
-            num_selected=num_far,
+            num_selected=num_selected,
             alpha=None,
             is_scored=False,
             weighs_early=False,
-            rules=[cast("Accumulated", selector).rule for selector in works[0].selectors],
+            rules=rules,
+            has_windows=not is_summed,
         )
 
     def plan_fixed(self, form: FixedForm) -> FixedPlan:
@@ -205,7 +219,7 @@ class EarlyRequests:
         """
         num_kv_heads, num_q_heads = self._spec.num_kv_heads, self._spec.num_q_heads
         works, num_far, first = self.works, form.num_far, form.first_layer
-        layers = range(0) if form.is_scored or form.rules else range(first, self._spec.num_layers)
+        layers = range(first, self._spec.num_layers) if form.is_predicted else range(0)
         partial = {layer: self._extend_partial(layer, num_far) for layer in layers}
         num_layers = self._spec.num_layers - first
         for work, num, most in zip(works, num_far, form.num_selected, strict=True):
@@ -231,6 +245,7 @@ class EarlyRequests:
                 "v_address": [part.v.data_ptr() for part in self.rows],
                 "capacity": [part.capacity for part in self.rows],
                 **(self.sums.plan(works) if form.rules else {}),
+                **(_plan_windows(works) if form.has_windows else {}),
             },
         )
 
@@ -285,10 +300,14 @@ class EarlyRequests:
         """Launch: the step's own rows have been computed; keep them."""
         self.near.keep_new(self.rows)
 
-    def keep_sums(self) -> None:
-        """The step that was planned has been launched; what it adds up is kept, if its policy does."""
+    def tell_selectors(self) -> None:
+        """The step that was planned has been launched: what it adds up is kept, if its policy does, and which keys it
+        has attended, if that follows from their places."""
         if isinstance(self.works[0].selectors[0], Accumulated):
             self.sums.keep_new(self.works)
+        for work in self.works:
+            for selector in work.selectors if isinstance(work.selectors[0], FirstAndLast) else ():
+                cast("FirstAndLast", selector).place(work.start + 1, self._device)
 
     def forget(self, request_id: RequestId) -> None:
         """Drop what is kept of a request that ended."""
@@ -333,6 +352,21 @@ class EarlyRequests:
 def is_decode(works: Sequence[EarlyWork]) -> bool:
     """Whether all requests have one new token, behind the prompt."""
     return all(work.num_prompt_rows == 0 and work.num_rows == 1 for work in works)
+
+
+def _windows_of(work: EarlyWork) -> WindowPlan:
+    """Those of all layers."""
+    return cast("FirstAndLast", work.selectors[0]).plan_windows(work.start + 1)
+
+
+def _plan_windows(works: Sequence[EarlyWork]) -> Mapping[str, Sequence[int]]:
+    """What `WindowRows` says of each request."""
+    plans = [_windows_of(work) for work in works]
+    return {
+        "sink_end": [plan.sink_end for plan in plans],
+        "window_first": [plan.window_first for plan in plans],
+        "gap": [plan.gap for plan in plans],
+    }
 
 
 def _context_of(work: EarlyWork) -> Callable[[], ContextRows]:

@@ -47,7 +47,13 @@ class PolicyName(StrEnum):
     @property
     def has_fixed_steps(self) -> bool:
         """Decode steps can have a fixed form of their own (`runner/early_steps.py`)."""
-        return self.looks_ahead or self.adds_up
+        return self.looks_ahead or self.has_lone_steps
+
+    @property
+    def has_lone_steps(self) -> bool:
+        """They can, and no other fast form beside it: in all layers the accelerator attends on its own, rows in host
+        memory."""
+        return self.adds_up or self is PolicyName.STREAMING_LLM
 
 
 class H2OForm(StrEnum):

@@ -30,8 +30,8 @@ def choose_kept_rows(
         is_native: the policy has a native form, which has copies of its own.
         is_fixed: decode steps of policies that can have a fixed form have it.
     """
-    adds_up, is_scored = settings.name.adds_up and is_fixed, _may_score(settings)
-    is_early = settings.name.looks_ahead or adds_up
+    is_scored = _may_score(settings)
+    is_early = settings.name.looks_ahead or (settings.name.has_lone_steps and is_fixed)
     formats = {tier.dtypes for tier in kv.values()}
     if settings.is_exact or is_native or not (is_early or is_cuda):
         return None, "K and V are read from the blocks"
@@ -48,7 +48,7 @@ def choose_kept_rows(
         num_near=settings.near_tokens or 0,
         is_scored=is_scored,
         is_fixed=is_early and is_fixed,
-        leaves_scores=adds_up,
+        leaves_scores=settings.name.adds_up and is_fixed,
     )
     return rows, "the CPU scores them, and chosen ones are read there" if is_scored else "chosen ones are read there"
 

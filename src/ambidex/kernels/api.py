@@ -17,7 +17,7 @@ from ambidex.core.errors import ShapeError
 from ambidex.kernels.cpu import memory, native
 from ambidex.kernels.cpu import rows as native_rows
 from ambidex.kernels.dispatch import choose
-from ambidex.kernels.early_rows import AlphaCount, EarlyRows, FarCut, PartialRows, SumRows, SumRule
+from ambidex.kernels.early_rows import AlphaCount, EarlyRows, FarCut, PartialRows, SumRows, SumRule, WindowRows
 from ambidex.kernels.reference import activation, chosen, early, kv_store, kv_tiles, paged, quantize, rope, scanned
 from ambidex.kernels.reference import attention as reference_attention
 from ambidex.kernels.reference import held as reference_held
@@ -448,6 +448,43 @@ def attend_held(
     return reference_held.attend_held(
         q, near_k, near_v, rows, held_rows, max_far=max_far, layer_idx=layer_idx, scale=scale
     )
+
+
+def attend_windows(
+    q: Tensor, sink_q: Tensor, near_k: Tensor, near_v: Tensor, rows: EarlyRows, windows: WindowRows, *,
+    layer_idx: int, scale: float,
+) -> Tensor:  # fmt: skip
+    """Attend with one query of each request over its near keys, and over the first and the newest of the far ones.
+
+    Args:
+        q: [B, Hq, D], in the dtype of near rows; query head h reads KV head h // (Hq / Hkv). sink_q: likewise, the
+            query that the first keys are scored with.
+        near_k, near_v: [Hkv, S, R, D], one layer of near rows of S requests, contiguous but for the first axis.
+        rows: of each request, on the device. NOTE: as in `attend_early`.
+        windows: which far keys are the first, and the newest, of the same requests.
+        layer_idx: of the rows of K and V that are read.
+        scale: factor of q·k.
+    Returns:
+        [B, Hq, D] in the dtype of q, 0 for a request without keys.
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+        InternalError: there is nothing but the reference, and it cannot read the device's memory.
+    Cost: reads the near rows, and of K and V the attended rows, once. Launches as those of `attend_early`.
+    """
+    check_shapes(
+        q=(q, "B Hq D"), sink_q=(sink_q, "B Hq D"), near_k=(near_k, "Hkv S R D"), near_v=(near_v, "Hkv S R D"),
+        near_first=(rows.near_first, "B"), near_num=(rows.near_num, "B"), far_num=(rows.far_num, "B"),
+        k_address=(rows.k_address, "B"), v_address=(rows.v_address, "B"), capacity=(rows.capacity, "B"),
+        sink_end=(windows.sink_end, "B"), window_first=(windows.window_first, "B"),
+    )  # fmt: skip
+    check_alike(q=q, sink_q=sink_q, near_k=near_k, near_v=near_v)
+    _check_pools(near_k, near_v)
+    _check_groups("q", q, near_k)
+    if choose("attend_windows", q.device.type).name == "triton":
+        from ambidex.kernels.triton import attend_held as triton_held
+
+        return triton_held.attend_windows(q, sink_q, near_k, near_v, rows, windows, layer_idx=layer_idx, scale=scale)
+    return reference_held.attend_windows(q, sink_q, near_k, near_v, rows, windows, layer_idx=layer_idx, scale=scale)
 
 
 def add_sums(

@@ -21,6 +21,7 @@ IMPLEMENTATIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "attend_early": ("reference", "triton"),
     "attend_held": ("reference", "triton"),
     "attend_predicted": ("reference", "triton"),
+    "attend_windows": ("reference", "triton"),
     "attend_scanned": ("reference", "triton"),
     "merge_states": ("reference", "native", "triton"),
     "linear": ("reference", "torch", "native"),

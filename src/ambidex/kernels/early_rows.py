@@ -1,6 +1,6 @@
 """What steps of fixed form read of each request on the device: `EarlyRows`, and of policies that predict `PartialRows`;
 which far keys were chosen: `FarCut`; and how many, where predictions say it: `AlphaCount`. Of policies that add up what
-keys get: `SumRows`, `SumRule`."""
+keys get: `SumRows`, `SumRule`; of windows `WindowRows`."""
 
 from dataclasses import dataclass
 
@@ -109,3 +109,19 @@ class SumRule:
 
     drops_first: bool
     noise_seed: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowRows:
+    """Which far keys of a step's requests are attended: the first and the newest, which lie side by side in the cache.
+    Each [B] int64. Padding has 0.
+
+    Attributes:
+        sink_end: keys before this one are the first.
+        window_first: keys from this one on are the newest.
+        gap: how many positions lie between them; the first keys are scored as if there were none.
+    """
+
+    sink_end: Tensor
+    window_first: Tensor
+    gap: Tensor

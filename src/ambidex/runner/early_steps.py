@@ -1,5 +1,5 @@
-"""`EarlySteps`: decode steps of policies that look ahead (HybridGen, InfiniGen), or add up what keys get (H2O,
-Keyformer, Q-Infer), in a few fixed sizes (buckets), each captured once as a CUDA graph.
+"""`EarlySteps`: decode steps of policies that look ahead (HybridGen, InfiniGen), add up what keys get (H2O, Keyformer,
+Q-Infer) or have windows (StreamingLLM), in a few fixed sizes (buckets), each captured once as a CUDA graph.
 
 A step has this form if each request has one new token whose block lies on the accelerator
 (`attention/early_decode.py`). How many far keys there are, how many are chosen and where rows lie is read on the
@@ -35,6 +35,7 @@ from ambidex.attention.held_fixed import HeldAttention
 from ambidex.attention.hybrid import HybridAttention
 from ambidex.attention.paged import PagedAttention
 from ambidex.attention.selective import SelectiveAttention
+from ambidex.attention.windows_fixed import WindowAttention
 from ambidex.core.errors import InternalError, LaneError
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.model_spec import ModelSpec
@@ -42,7 +43,8 @@ from ambidex.core.selection import StageTimes
 from ambidex.core.step import ScheduledRequest
 from ambidex.kernels import api
 from ambidex.kernels.cpu.native import KeyBatch, ThreadPool
-from ambidex.models.base import CausalLM
+from ambidex.layers.rope import compute_inv_freq
+from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.runner.capture import Capture
 from ambidex.runner.decode import DecodeOutput, LaunchedDecode
 from ambidex.runner.early_answers import EarlyAnswers
@@ -118,6 +120,7 @@ class EarlySteps:
         self._logits = torch.empty(max_rows, spec.vocab_size, dtype=torch.float32, device=device)
         self._chosen = torch.empty(max_rows, dtype=torch.int64, device=device)
         self._all_rows = torch.arange(max_rows, device=device)
+        self._inv_freq = None if spec.rope is None else compute_inv_freq(spec.rope).to(device)
         self._scores: dict[int, FixedScores] = {}
         self._handovers: dict[int, Handover] = {}
         self._replays: dict[_Form, Callable[[], None]] = {}
@@ -305,11 +308,28 @@ class EarlySteps:
             sampled_rows=self._all_rows[:num_rows],
             sampled_ids=(),
         )
-        attention = self._held_attention(num_rows, plan) if plan.form.rules else self._ahead(num_rows, host, plan)
+        attention = self._attention(num_rows, host, plan)
         logits = self._logits[:num_rows]
         with self._clock.span(Part.STEP) if self._clock is not None else nullcontext():
             logits.copy_(self._model.logits(self._forward(self._model, batch, attention)))
         self._chosen[:num_rows].copy_(api.likeliest(logits))
+
+    def _attention(self, num_rows: int, host: EarlyAnswers, plan: FixedPlan) -> AttentionOp:
+        near, rows = self._early.requests.near, self._early_inputs.device(num_rows)
+        scale = self._spec.head_dim**-0.5
+        if plan.form.has_windows:
+            return WindowAttention(near, rows, self._early_inputs.windows(num_rows), self._inv_freq, scale=scale)
+        if not plan.form.rules:
+            return self._ahead(num_rows, host, plan)
+        return HeldAttention(
+            near,
+            rows,
+            self._early_inputs.sums(num_rows),
+            plan.form.rules,
+            num_attended=lambda layer_idx: self._chosen_counts.of_heads(layer_idx, num_rows),
+            max_far=self._max_far,
+            scale=scale,
+        )
 
     def _ahead(self, num_rows: int, host: EarlyAnswers, plan: FixedPlan) -> EarlyAttention:
         """The attention of a policy that looks ahead."""
@@ -323,18 +343,6 @@ class EarlySteps:
             self._early.look_ahead,
             self._far_side(num_rows, host, plan),
             first_layer=plan.far.first_layer,
-        )
-
-    def _held_attention(self, num_rows: int, plan: FixedPlan) -> HeldAttention:
-        """That of a policy that adds up what keys get."""
-        return HeldAttention(
-            self._early.requests.near,
-            self._early_inputs.device(num_rows),
-            self._early_inputs.sums(num_rows),
-            plan.form.rules,
-            num_attended=lambda layer_idx: self._chosen_counts.of_heads(layer_idx, num_rows),
-            max_far=self._max_far,
-            scale=self._spec.head_dim**-0.5,
         )
 
     def _count_reader(self, num_rows: int, plan: FixedPlan) -> Callable[[], int] | None:

@@ -10,6 +10,8 @@ kept as they were before rotation; models whose positions are no rotary ones (OP
 their code does not run at all.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from ambidex.attention.select.policy import DecodeRow, Policy, PolicyRequest, Positions, Selection, Selector
@@ -32,21 +34,48 @@ class StreamingLLM(Policy):
     def open(self, request: PolicyRequest, layer_idx: int) -> Selector:
         del layer_idx
         budget = self._budget.of(request.num_prompt_tokens)
-        return _FirstAndLast(min(self._num_sinks, budget - 1), budget)
+        return FirstAndLast(min(self._num_sinks, budget - 1), budget)
 
 
-class _FirstAndLast(Selector):
+class WindowPlan(NamedTuple):
+    """What a step of fixed form is told of a request; see `kernels.early_rows.WindowRows`."""
+
+    sink_end: int
+    window_first: int
+
+    @property
+    def gap(self) -> int:
+        """Keys between the first and the newest."""
+        return self.window_first - self.sink_end
+
+
+class FirstAndLast(Selector):
+    """The first keys and the newest."""
+
     def __init__(self, num_sinks: int, budget: int) -> None:
         self._num_sinks = num_sinks
         self._num_recent = budget - num_sinks
-        self._mask: torch.Tensor | None = None
+        self._seen: tuple[int, torch.device] | None = None
+
+    def plan_windows(self, num_keys: int) -> WindowPlan:
+        """The keys between which a query attends none, that sees `num_keys`, its own included."""
+        sink_end = min(self._num_sinks, num_keys - 1)
+        return WindowPlan(sink_end, max(sink_end, num_keys - 1 - self._num_recent))
+
+    def place(self, num_keys: int, device: torch.device) -> None:
+        """A step of fixed form on that device has answered a query that saw so many keys."""
+        self._seen = (num_keys, device)
 
     def select(self, row: DecodeRow) -> Selection:
-        mask = torch.ones(1, row.num_keys, dtype=torch.bool, device=row.q.device)
-        mask[:, self._num_sinks : max(self._num_sinks, row.num_keys - 1 - self._num_recent)] = False
-        self._mask = mask
-        return Selection(mask=mask)
+        self._seen = (row.num_keys, row.q.device)
+        return Selection(mask=self._make_mask(*self._seen))
+
+    def _make_mask(self, num_keys: int, device: torch.device) -> torch.Tensor:
+        sink_end, window_first = self.plan_windows(num_keys)
+        mask = torch.ones(1, num_keys, dtype=torch.bool, device=device)
+        mask[:, sink_end:window_first] = False
+        return mask
 
     @property
     def kept(self) -> torch.Tensor | None:
-        return self._mask
+        return None if self._seen is None else self._make_mask(*self._seen)

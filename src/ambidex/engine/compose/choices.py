@@ -294,8 +294,9 @@ def _choose_decode_form(
         return DecodeForm.PROGRAM, "decode steps are replayed as native programs"
     own_ops: tuple[str, ...] = ()
     if is_early:
-        ahead = ("attend_early", "predict_far", "attend_predicted")
-        own_ops = ahead if config.policy.looks_ahead else ("attend_held", "add_sums")
+        own_ops = ("attend_early", "predict_far", "attend_predicted")
+        if config.policy.has_lone_steps:
+            own_ops = ("attend_held", "add_sums") if config.policy.adds_up else ("attend_windows",)
     for op in ("attend_paged", "rotate_and_store", *own_ops):
         choice = choose(op, device.type)
         if choice.name != "triton":

@@ -364,7 +364,7 @@ def with_policy(
         )
         row_store = RowStore(choices.spec, exact.pools, max_rows=choices.memory.max_kept_rows, home=home)
     threads, rows = choices.threads, choices.rows
-    is_fixed = settings.name.adds_up and choices.decode_form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
+    is_fixed = settings.name.has_lone_steps and choices.decode_form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
     has_early = look_ahead is not None or is_fixed
     if has_early and row_store is not None and rows is not None and threads is not None:
         early = EarlyDecode(

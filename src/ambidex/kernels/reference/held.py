@@ -1,10 +1,11 @@
-"""Attention over the far keys that are held or recent, and what they get of it, in plain torch: the truth."""
+"""Attention over the far keys that are held or recent, and what they get of it, and over the first and the newest, in
+plain torch: the truth."""
 
 import torch
 from torch import Tensor
 
 from ambidex.core.errors import InternalError
-from ambidex.kernels.early_rows import EarlyRows, SumRows, SumRule
+from ambidex.kernels.early_rows import EarlyRows, SumRows, SumRule, WindowRows
 from ambidex.kernels.noise import gumbel_noise
 from ambidex.kernels.reference.early import read_layer
 
@@ -43,6 +44,34 @@ def attend_held(
             lse[row, head] = own.logsumexp(0)
             own_scores[head, torch.cat((taken, torch.ones(near_num, dtype=torch.bool)))] = own
     return out, lse, scores
+
+
+def attend_windows(
+    q: Tensor, sink_q: Tensor, near_k: Tensor, near_v: Tensor, rows: EarlyRows, windows: WindowRows, *,
+    layer_idx: int, scale: float,
+) -> Tensor:  # fmt: skip
+    """See `kernels.api.attend_windows`."""
+    _check_reach(q)
+    num_kv_heads, head_dim = near_k.shape[0], q.shape[2]
+    group = q.shape[1] // num_kv_heads
+    out = torch.zeros_like(q)
+    numbers = (rows.near_first, rows.near_num, rows.far_num, rows.k_address, rows.v_address, rows.capacity,
+               windows.sink_end, windows.window_first)  # fmt: skip
+    for row, (near_first, near_num, far_num, k_address, v_address, capacity, sink_end, first) in enumerate(
+        zip(*(part.tolist() for part in numbers), strict=True)
+    ):
+        if near_num == 0:
+            continue
+        near, shape = slice(near_first, near_first + near_num), (num_kv_heads, capacity, head_dim)
+        k, v = (read_layer(address, layer_idx, shape, q.dtype)[:, :far_num] for address in (k_address, v_address))
+        for head in range(q.shape[1]):
+            kv_head = head // group
+            sinks = k[kv_head, :sink_end].float() @ sink_q[row, head].float()
+            newest = torch.cat((k[kv_head, first:], near_k[kv_head].flatten(0, 1)[near])).float()
+            scores = torch.cat((sinks, newest @ q[row, head].float())) * scale
+            values = torch.cat((v[kv_head, :sink_end], v[kv_head, first:], near_v[kv_head].flatten(0, 1)[near]))
+            out[row, head] = (scores.softmax(0) @ values.float()).to(q.dtype)
+    return out
 
 
 def add_sums(

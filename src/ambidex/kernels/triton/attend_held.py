@@ -1,9 +1,11 @@
-"""Attention of one query a request over the far keys that are held or recent, and what they get of it.
+"""Attention of one query a request over the far keys that are held or recent, or the first and the newest, and what
+they get of it.
 
     attend_held   s_j = q · k_j · scale, j being held, recent or near; out = Σ_j e^(s_j − lse) · v_j
     add_sums      sum_j += Σ_h w_hj over the query heads h of a KV head, in which
                   w_h = softmax(s_h), or softmax((s_h + ζ_h) / τ) with Gumbel noise ζ
                   the step's own key is held, too; of the held ones before `drop_end` the one with the least sum is not
+    attend_windows   s_j = q' · k_j · scale of the first keys, q · k_j · scale of the newest and of near ones
 
 Only attended keys have scores. A program of `add_sums` goes over the keys of a KV head: with noise once for the largest
 number and the sum of its softmax, once for the sums, and once for the flags, when it is known which key is dropped.
@@ -18,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ambidex.kernels.early_rows import EarlyRows, SumRows, SumRule
+from ambidex.kernels.early_rows import EarlyRows, SumRows, SumRule, WindowRows
 from ambidex.kernels.noise import seed_words
 from ambidex.kernels.triton.attend_early import launch_attention
 
@@ -154,6 +156,18 @@ def attend_held(
         q, near_k, near_v, held, rows, given=None, early=q, layer_idx=layer_idx, scale=scale, scores=scores
     )
     return out, lse, scores
+
+
+def attend_windows(
+    q: Tensor, sink_q: Tensor, near_k: Tensor, near_v: Tensor, rows: EarlyRows, windows: WindowRows, *,
+    layer_idx: int, scale: float,
+) -> Tensor:  # fmt: skip
+    """See `kernels.api.attend_windows`."""
+    out, _ = launch_attention(
+        q.contiguous(), near_k, near_v, windows, rows, given=None, early=sink_q.contiguous(), layer_idx=layer_idx,
+        scale=scale,
+    )  # fmt: skip
+    return out
 
 
 def add_sums(
