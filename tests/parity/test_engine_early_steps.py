@@ -1,5 +1,6 @@
 """Decode steps of fixed form of policies give what those launched op by op give; on a GPU they are captured."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from ambidex.core.ids import Lane, Tier
 from ambidex.core.policy import H2OForm, HybridGenFeedback, HybridGenMode, PolicyName
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
+from ambidex.engine.memory import DEFAULT_CONTEXTS
+from ambidex.runner.capture import Capture, CudaCapture
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.early_steps import EarlySteps
 from ambidex.runner.runner import ModelRunner
@@ -42,7 +45,14 @@ LONE_METHODS: dict[str, dict[str, Any]] = {
 ALL_METHODS = METHODS | LONE_METHODS
 
 
-def make_engine(folder: Path, device: DeviceKind, form: DecodeForm, **settings: Any) -> Engine:
+def make_engine(
+    folder: Path,
+    device: DeviceKind,
+    form: DecodeForm,
+    *,
+    capture: Callable[[], Capture] = CudaCapture,
+    **settings: Any,
+) -> Engine:
     common: dict[str, Any] = {
         "model": str(folder),
         "device": device,
@@ -52,7 +62,7 @@ def make_engine(folder: Path, device: DeviceKind, form: DecodeForm, **settings: 
         "max_context_len": 128,
         "exact_layers": 1 if settings["policy"].looks_ahead else None,
     }
-    return build_engine(EngineConfig(**common | settings), decode_form=form)
+    return build_engine(EngineConfig(**common | settings), decode_form=form, capture=capture)
 
 
 def steps_of(engine: Engine) -> EarlySteps:
@@ -168,6 +178,22 @@ def test_tokens_of_fixed_steps_of_the_accelerator_alone_equal_those_of_steps_lau
         assert engine.stats.num_replayed_steps > engine.stats.num_steps / 5
 
 
+@pytest.mark.parametrize("method", LONE_METHODS)
+def test_a_replayed_step_of_the_accelerator_alone_reads_nothing_of_the_one_that_was_captured(
+    method: str, tmp_path: Path
+) -> None:
+    """A capture that keeps the launches of its step as they are: what they are told of requests must lie on the
+    device."""
+    settings = {**LONE_METHODS[method], **SPLITS["split"]}
+    folder = make_engine_folder(tmp_path)
+    params = [SamplingParams(max_output_tokens=num, temperature=0.0, ignore_eos=True) for num in NUM_OUTPUTS]
+    wanted = run(make_engine(folder, DeviceKind.CPU, DecodeForm.ORDINARY, **settings), params)
+    engine = make_engine(folder, DeviceKind.CPU, DecodeForm.CAPTURED, capture=lambda: lambda body: body, **settings)
+    assert run(engine, params) == wanted
+    assert engine.stats.num_replayed_steps > engine.stats.num_steps / 5
+    assert engine.stats.num_graph_failures == 0
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
@@ -193,6 +219,9 @@ def test_report_says_that_steps_have_a_fixed_form(tmp_path: Path, method: str) -
     how = "made a layer ahead" if method in METHODS else "add up what they get"
     how = "the first keys and the newest, in one kernel" if method == "streaming_llm" else how
     assert how in engine.report.why("compute", "policy")
+    if method in LONE_METHODS and method != "streaming_llm":
+        kept = f"of {DEFAULT_CONTEXTS * 128} tokens, on the accelerator"
+        assert engine.report.value("compute", "policy_sums") == kept
     assert steps_of(engine).dram_threads is not None
 
 
@@ -212,3 +241,18 @@ def test_feedback_is_told_the_times_of_fixed_steps(
     assert feedback.setting != before
     times = feedback.setting.times
     assert times is None or (times.gpu_s > 0 and min(times.cpu_s, times.transfer_s) >= 0)
+
+
+@pytest.mark.parametrize("method", ["h2o", "streaming_llm"])
+def test_nothing_is_kept_for_fixed_steps_where_weights_lie_in_dram(method: str, tmp_path: Path) -> None:
+    """And answers are those of an engine whose weights do not."""
+    settings = {**LONE_METHODS[method], **SPLITS["gpu"]}
+    folder = make_engine_folder(tmp_path)
+    params = [SamplingParams(max_output_tokens=num, temperature=0.0, ignore_eos=True) for num in NUM_OUTPUTS]
+    wanted = run(make_engine(folder, DeviceKind.CPU, DecodeForm.ORDINARY, **settings), params)
+    engine = make_engine(folder, DeviceKind.CPU, DecodeForm.FIXED, weights_gpu_memory=430_000, **settings)
+    why = f"steps of policy {settings['policy']} are launched op by op: weights lie in DRAM"
+    assert engine.report.value("compute", "decode") == "ordinary"
+    assert engine.report.why("compute", "decode") == why
+    assert "sums" not in {entry.owner for entry in engine.figures.ledger.entries(Tier.GPU)}
+    assert run(engine, params) == wanted
