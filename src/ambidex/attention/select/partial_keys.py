@@ -7,17 +7,23 @@ tell most. The columns with the largest Σ|q̃| + Σ|k̃| over the prompt are ke
 Differences from the authors' code: A is made from each request's own prompt, not offline from one sample, after rotary
 positions for all models (theirs fuses A into the weights where it can); columns by the sum over queries and keys as in
 the paper (their speed code looks at queries alone); of a long prompt's queries, some, evenly spread (`infinigen.py`),
-since all of them would take more memory than K; with shared KV heads, the queries of a group together. Of a prompt
-with fewer queries in a group than D, the columns behind the first so many are of no query: rounding turns them.
+since all of them would take more memory than K; with shared KV heads, the queries of a group together; and where these
+are fewer than D, so that rounding alone would turn the columns behind the first so many, something else does (`_TILT`).
 """
 
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 from ambidex.attention.select.policy import FarSelector, Rows, group_scores
 from ambidex.core.kv_spec import num_partial_columns
+
+_TILT: Final = 0.1
+"""Where a prompt has fewer queries than they have columns: by this share of their mean square the last column is made
+larger than the first, those between by less. So turns do not depend on how queries were rounded, nor on who shared the
+prompt's steps. With SmolLM2 in 16 bits, of nine prompts of 1 to 20 tokens four still had another answer in company with
+0.001, one with 0.1 (all nine with 0, in fp32, too)."""
 
 
 class PartialKeys:
@@ -37,6 +43,10 @@ class PartialKeys:
         grouped = q.view(len(q), num_kv_heads, -1, head_dim).permute(1, 0, 2, 3).reshape(num_kv_heads, -1, head_dim)
         # The right singular vectors of a matrix are the eigenvectors of its Gram matrix, which is small.
         gram = grouped.double().transpose(1, 2) @ grouped.double()
+        if grouped.shape[1] < head_dim:
+            shares = torch.linspace(0, _TILT, head_dim, dtype=gram.dtype, device=gram.device)
+            squares = gram.diagonal(dim1=1, dim2=2)  # a view
+            squares += squares.mean(1, keepdim=True) * shares
         turn = torch.linalg.eigh(gram).eigenvectors.float()  # [Hkv, D, D]
         sizes = (grouped @ turn).abs().sum(1) + (k @ turn).abs().sum(1)  # [Hkv, D]
         columns = sizes.topk(num_partial_columns(head_dim, percent), dim=1).indices  # [Hkv, d]
