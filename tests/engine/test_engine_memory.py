@@ -122,10 +122,12 @@ def test_graphs_of_each_mode_of_a_policy_stand_in_the_ledger() -> None:
 
 def test_an_accelerator_without_room_for_near_rows_is_refused_with_their_size() -> None:
     rows = KeptRows(num_layers=2, num_kv_heads=2, head_dim=16, number_bytes=2, num_q_heads=4, num_near=100_000)
-    config = EngineConfig(model="any", gpu_memory=40 * MIB, max_context_len=512, policy=PolicyName.HYBRIDGEN)
+    config = EngineConfig(
+        model="any", gpu_memory=40 * MIB, max_context_len=512, policy=PolicyName.HYBRIDGEN, near_tokens=100_000
+    )
     spec = KVSpec.of(SPEC, dtype=DType.BF16, block_size=16)
     fixed = fixed_bytes(config, SPEC, activations=DType.BF16, rows=rows)
-    with pytest.raises(ConfigError, match=r"near rows of `policy` hybridgen \d+\.\d GiB: give at least"):
+    with pytest.raises(ConfigError, match=r"hybridgen \d+\.\d GiB: give at least .*, or a smaller `near_tokens`, "):
         plan_memory(
             config, SPEC, {Tier.GPU: spec, Tier.DRAM: spec}, free=FREE, weights=WeightBytes(on_gpu=MIB), fixed=fixed,
             rows=rows,

@@ -48,7 +48,7 @@ ALL_METHODS = METHODS | LONE_METHODS
 def make_engine(
     folder: Path,
     device: DeviceKind,
-    form: DecodeForm,
+    form: DecodeForm | None,
     *,
     capture: Callable[[], Capture] = CudaCapture,
     **settings: Any,
@@ -100,12 +100,7 @@ def test_tokens_of_fixed_steps_equal_those_of_steps_launched_op_by_op(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Seven requests that come and go, beside prompts.
-
-    NOTE: the first has one token, whose queries leave it to rounding which partial keys are kept, so that its answer by
-    these depends on how its prompt was computed.
-    """
-    first = 1 if method in (HybridGenMode.PRE, "infinigen") else 0
+    """Seven requests that come and go, beside prompts."""
     settings = {**METHODS[method], **SPLITS[split]}
     folder = make_engine_folder(tmp_path, variant)
     params = [
@@ -115,7 +110,7 @@ def test_tokens_of_fixed_steps_equal_those_of_steps_launched_op_by_op(
     wanted = run(ordinary, params)
     engine = make_engine(folder, device, form, **settings)
     counted = Counted(engine, monkeypatch)
-    assert run(engine, params)[first:] == wanted[first:]
+    assert run(engine, params) == wanted
     assert counted.num > engine.stats.num_steps / 3
     assert engine.stats.num_graph_failures == 0
     assert (engine.stats.num_moves > 0) is (split == "split")
@@ -223,6 +218,30 @@ def test_report_says_that_steps_have_a_fixed_form(tmp_path: Path, method: str) -
         kept = f"of {DEFAULT_CONTEXTS * 128} tokens, on the accelerator"
         assert engine.report.value("compute", "policy_sums") == kept
     assert steps_of(engine).dram_threads is not None
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_report_names_the_form_of_steps_that_are_launched_op_by_op(tmp_path: Path, method: str) -> None:
+    """It said on every CPU that such steps took the ordinary path, in plain torch."""
+    folder = make_engine_folder(tmp_path)
+    for settings, words in ((SPLITS["split"], "made a layer ahead"), ({"dram_memory": 0}, "in plain torch")):
+        engine = make_engine(folder, DeviceKind.CPU, None, **METHODS[method], **settings)
+        assert engine.report.value("compute", "decode") == "ordinary"
+        assert engine.report.why("compute", "decode").endswith("are launched op by op: graphs need a GPU")
+        assert words in engine.report.why("compute", "policy")
+
+
+def test_near_rows_are_no_more_than_a_context_has(tmp_path: Path) -> None:
+    """With --near-tokens 100000 the engine asked for room for as many rows of each request."""
+    folder = make_engine_folder(tmp_path)
+    all_near, more = (
+        make_engine(folder, DeviceKind.CPU, None, **{**HYBRIDGEN, **SPLITS["gpu"], "near_tokens": near})
+        for near in (128, 100_000)
+    )
+    params = [SamplingParams(max_output_tokens=num, temperature=0.0) for num in NUM_OUTPUTS]
+    assert run(more, params) == run(all_near, params)
+    taken = [engine.figures.ledger.entries(Tier.GPU) for engine in (all_near, more)]
+    assert taken[0] == taken[1]
 
 
 @pytest.mark.parametrize(("device", "form"), FORMS)

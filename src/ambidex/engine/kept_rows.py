@@ -45,7 +45,7 @@ def choose_kept_rows(
         head_dim=spec.head_dim,
         number_bytes=formats.pop().k.num_bytes,
         num_q_heads=spec.num_q_heads if is_early else 0,
-        num_near=settings.near_tokens or 0,
+        num_near=min(settings.near_tokens or 0, config.max_context_len or spec.max_context_len),
         is_scored=is_scored,
         is_fixed=is_early and is_fixed,
         leaves_scores=settings.name.adds_up and is_fixed,

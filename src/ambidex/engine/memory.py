@@ -195,11 +195,12 @@ def plan_memory(
         near = f", near rows of `policy` {config.policy} {format_size(fixed.near_rows)}" if fixed.near_rows else ""
         near += f", buffers for hot blocks {format_size(fixed.hot)}" if fixed.hot else ""
         near += f", its {state.owner} {format_size(fixed.state)}" if state is not None and fixed.state else ""
+        fewer = "`near_tokens`, " if config.near_tokens else ""
         raise ConfigError(
             f"`gpu_memory` {format_size(gpu_budget)} is too small: weights take {format_size(weights.on_gpu)}{ring}, "
             f"workspace {format_size(fixed.workspace)}, stream buffers {format_size(fixed.streamed)}, CUDA graphs "
             f"{format_size(fixed.graphs)}{near}: give at least {format_size(taken + gpu_block_bytes)}, or a smaller "
-            f"`weights_gpu_memory`, `max_tokens_per_step`, `max_running_requests` or `max_context_len`"
+            f"{fewer}`weights_gpu_memory`, `max_tokens_per_step`, `max_running_requests` or `max_context_len`"
         )
     dram_left = dram_budget - in_dram
     if dram_left < 0:

@@ -18,11 +18,13 @@ def policy_rows(
     state: PolicyState | None = None,
     max_state_tokens: int | None = None,
     is_fixed: bool = False,
+    is_early: bool = False,
 ) -> Iterator[ReportRow]:
     """Which keys decode steps attend, and what that costs.
 
     Args:
         is_fixed: decode steps have a fixed form.
+        is_early: decode steps of one token a request have the form of policies that look ahead.
         max_kept_rows: tokens of which the policy can keep rows beside the blocks; None: it keeps none; and why.
         state: what the policy keeps on the accelerator; None: nothing; `max_state_tokens`: of so many tokens.
     """
@@ -34,7 +36,7 @@ def policy_rows(
         why = f"decode steps attend all keys, those in DRAM {lane}; weights in DRAM travel in every step"
     elif settings.is_exact:
         why = "decode steps attend all keys"
-    elif settings.name.looks_ahead and is_fixed:
+    elif is_early:
         why = "decode steps attend near keys and the far ones that scores made a layer ahead put first"
     elif settings.name.adds_up and is_fixed:
         why = "decode steps attend the keys that it holds, and add up what they get, in kernels of one launch each"

@@ -89,6 +89,12 @@ class Choices:
     plan: Callable[[CxlTier], MemoryPlan]
     """Divides the budgets anew, for another CXL tier."""
 
+    @property
+    def has_early_steps(self) -> bool:
+        """Steps of one token a request have the form of policies that look ahead (`attention/early_decode.py`)."""
+        looks_ahead = self.policy.settings.name.looks_ahead
+        return looks_ahead and self.threads is not None and self.memory.max_kept_rows is not None
+
     def most_running(self, config: EngineConfig) -> int:
         """Requests of a step: as many as are allowed, or as the rule of a policy has chosen."""
         auto = self.weights.auto
@@ -164,7 +170,7 @@ def make_choices(
         why_not = why_no_early_steps(config, kv.specs)
         if why_not is not None:
             form, form_why = DecodeForm.ORDINARY, f"steps of policy {config.policy} are launched op by op: {why_not}"
-    elif not config.policy.attends_all and not bounded.is_native:
+    elif not (is_early or config.policy.attends_all or bounded.is_native):
         form, form_why = decode_form or DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
     activations = activation_dtype(dtype, device)
     free = _free_memory(device, cxl)
@@ -286,7 +292,7 @@ def _choose_decode_form(
     if config.graphs is Graphs.OFF:
         return DecodeForm.ORDINARY, "graphs are off"
     if device.type != "cuda" and is_early:
-        return DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
+        return DecodeForm.ORDINARY, f"steps of policy {config.policy} are launched op by op: graphs need a GPU"
     if device.type != "cuda":
         order, why = choose_host_order(config.block_size, threads is not None)
         if order is not KVOrder.TILES:

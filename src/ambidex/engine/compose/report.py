@@ -176,6 +176,7 @@ def describe(
                 state=choices.memory.state,
                 max_state_tokens=choices.memory.max_state_tokens,
                 is_fixed=choices.decode_form in (DecodeForm.FIXED, DecodeForm.CAPTURED),
+                is_early=choices.has_early_steps,
             ),
             ReportRow(section="compute", name="stream_share", value=f"{stream[0]:.2f} of keys in DRAM", why=stream[1]),
         ],
