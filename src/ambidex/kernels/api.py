@@ -1,9 +1,10 @@
 """The only door to the ops: each function checks its tensors, chooses an implementation and calls it.
 
 Letters: T tokens of the step, S keys, Hq and Hkv heads, D head_dim, N blocks of a pool, P tokens of a block. All ops
-are pure functions of their tensors except `store_rows`, `rotate_and_store`, `predict_far` and `add_sums`; none
-synchronises with a device, except the references of `attend_paged`, `attend_scanned`, `attend_early` and
-`attend_predicted`. Kernels in Triton are imported when one is chosen: a machine without it runs the rest.
+are pure functions of their tensors except `store_rows`, `rotate_and_store`, `predict_far`, `choose_pages`,
+`attend_pages` and `add_sums`; none synchronises with a device, except the references of `attend_paged`,
+`attend_scanned`, `attend_early` and `attend_predicted`. Kernels in Triton are imported when one is chosen: a machine
+without it runs the rest.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,12 +18,23 @@ from ambidex.core.errors import ShapeError
 from ambidex.kernels.cpu import memory, native
 from ambidex.kernels.cpu import rows as native_rows
 from ambidex.kernels.dispatch import choose
-from ambidex.kernels.early_rows import AlphaCount, EarlyRows, FarCut, PartialRows, SumRows, SumRule, WindowRows
+from ambidex.kernels.early_rows import (
+    AlphaCount,
+    BoxRows,
+    EarlyRows,
+    FarCut,
+    PageCut,
+    PartialRows,
+    SumRows,
+    SumRule,
+    WindowRows,
+)
 from ambidex.kernels.reference import activation, chosen, early, kv_store, kv_tiles, paged, quantize, rope, scanned
 from ambidex.kernels.reference import attention as reference_attention
 from ambidex.kernels.reference import held as reference_held
 from ambidex.kernels.reference import merge as reference_merge
 from ambidex.kernels.reference import norm as reference_norm
+from ambidex.kernels.reference import pages as reference_pages
 from ambidex.kernels.reference import sampling as reference_sampling
 from ambidex.kernels.shapes import check_alike, check_shapes
 from ambidex.kernels.torch_ops import attention as torch_attention
@@ -487,6 +499,82 @@ def attend_windows(
     return reference_held.attend_windows(q, sink_q, near_k, near_v, rows, windows, layer_idx=layer_idx, scale=scale)
 
 
+def choose_pages(
+    q: Tensor, near_k: Tensor, rows: EarlyRows, boxes: BoxRows, *, max_pages: int, layer_idx: int
+) -> PageCut:
+    """Choose pages for each query head of each request: the newest, and of the others those with the largest bound on
+    q·k of their keys, of equal ones the earlier. If the step's own key, the one near key, fills its page, the page's
+    box is made of its keys.
+
+    Args:
+        q: [B, Hq, D], in the dtype of near rows; query head h reads KV head h // (Hq / Hkv).
+        near_k: [Hkv, S, R, D], one layer of near rows of S requests, contiguous but for the first axis.
+        rows: of each request, with one near key, on the device; `boxes` of the same. NOTE: numbers that point elsewhere
+            are not found out.
+        max_pages: of all requests, at most.
+        layer_idx: of the rows of K that are read, and of the boxes.
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+        InternalError: there is nothing but the reference, and it cannot read the device's memory.
+    Cost: reads the boxes once, and of a page that is filled K; two launches; takes 4 bytes a page and query head.
+    """
+    check_shapes(
+        q=(q, "B Hq D"), near_k=(near_k, "Hkv S R D"), near_slots=(rows.near_slots, "B"), far_num=(rows.far_num, "B"),
+        k_address=(rows.k_address, "B"), capacity=(rows.capacity, "B"), **_box_shapes(boxes),
+    )  # fmt: skip
+    check_alike(q=q, near_k=near_k)
+    _check_pools(near_k, near_k)
+    _check_groups("q", q, near_k)
+    if choose("choose_pages", q.device.type).name == "triton":
+        from ambidex.kernels.triton import attend_pages as triton_pages
+
+        return triton_pages.choose_pages(q, near_k, rows, boxes, max_pages=max_pages, layer_idx=layer_idx)
+    return reference_pages.choose_pages(q, near_k, rows, boxes, max_pages=max_pages, layer_idx=layer_idx)
+
+
+def attend_pages(
+    q: Tensor, near_k: Tensor, near_v: Tensor, cut: PageCut, rows: EarlyRows, *, num_read: Tensor, layer_idx: int,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """Attend with one query of each request over its near keys, and over the far ones in the pages that `choose_pages`
+    chose for each query head.
+
+    Args:
+        q: [B, Hq, D], in the dtype of near rows; query head h reads KV head h // (Hq / Hkv).
+        near_k, near_v: [Hkv, S, R, D], one layer of near rows of S requests, contiguous but for the first axis.
+        cut: which pages are taken.
+        rows: of each request, on the device. NOTE: as in `attend_early`.
+        num_read: [B, Hkv] int32, is told how many far rows are read: those that any query head of a KV head attends; 0
+            for padding.
+        layer_idx: of the rows of K and V that are read.
+        scale: factor of q·k.
+    Returns:
+        [B, Hq, D] in the dtype of q, 0 for a request without keys.
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+        InternalError: there is nothing but the reference, and it cannot read the device's memory.
+    Cost: reads the near rows, and of K and V the attended rows, once; three launches.
+    """
+    check_shapes(
+        q=(q, "B Hq D"), near_k=(near_k, "Hkv S R D"), near_v=(near_v, "Hkv S R D"), order=(cut.order, "n"),
+        bounds=(cut.bounds, "B Hq two"), num_read=(num_read, "B Hkv"), near_first=(rows.near_first, "B"),
+        near_num=(rows.near_num, "B"), far_num=(rows.far_num, "B"), k_address=(rows.k_address, "B"),
+        v_address=(rows.v_address, "B"), capacity=(rows.capacity, "B"), **_box_shapes(cut.boxes),
+    )  # fmt: skip
+    check_alike(q=q, near_k=near_k, near_v=near_v)
+    _check_pools(near_k, near_v)
+    _check_groups("q", q, near_k)
+    if choose("attend_pages", q.device.type).name == "triton":
+        from ambidex.kernels.triton import attend_pages as triton_pages
+
+        return triton_pages.attend_pages(
+            q, near_k, near_v, cut, rows, num_read=num_read, layer_idx=layer_idx, scale=scale
+        )
+    return reference_pages.attend_pages(
+        q, near_k, near_v, cut, rows, num_read=num_read, layer_idx=layer_idx, scale=scale
+    )
+
+
 def add_sums(
     scores: Tensor,
     lse: Tensor,
@@ -766,6 +854,11 @@ def _check_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     check_shapes(x=(x, "T H D"), cos=(cos, "T dim/2"), sin=(sin, "T dim/2"))
     if 2 * cos.shape[1] > x.shape[2]:
         raise ShapeError(f"{cos.shape[1]} angles turn {2 * cos.shape[1]} numbers, but a head has {x.shape[2]}")
+
+
+def _box_shapes(boxes: BoxRows) -> dict[str, tuple[Tensor, str]]:
+    parts = {field.name: getattr(boxes, field.name) for field in fields(boxes)}
+    return {name: (part, "B") for name, part in parts.items() if isinstance(part, Tensor)}
 
 
 def _check_groups(name: str, q: Tensor, near_k: Tensor) -> None:

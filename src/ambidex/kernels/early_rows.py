@@ -1,6 +1,6 @@
 """What steps of fixed form read of each request on the device: `EarlyRows`, and of policies that predict `PartialRows`;
 which far keys were chosen: `FarCut`; and how many, where predictions say it: `AlphaCount`. Of policies that add up what
-keys get: `SumRows`, `SumRule`; of windows `WindowRows`."""
+keys get: `SumRows`, `SumRule`; of windows `WindowRows`; of pages `BoxRows`, `PageCut`."""
 
 from dataclasses import dataclass
 
@@ -125,3 +125,43 @@ class WindowRows:
     sink_end: Tensor
     window_first: Tensor
     gap: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoxRows:
+    """Boxes of the pages in which the keys of a step's requests lie, in order, and how many pages are taken. Each [B]
+    int64. Padding has 0.
+
+    Attributes:
+        boxes_address: of the least and the largest number of each channel of the keys of a page, fp32
+            [layers, Hkv, capacity, 2, D] on the device; a multiple of 16. Only full pages have a box.
+        box_capacity: of these, pages.
+        num_pages: that its keys take, the step's own among them; the last may be filled in part.
+        num_taken: pages that each query head takes, at most `num_pages`; the newest is one of them.
+        bound_first: where its bounds [Hq, num_pages] begin.
+        page_tokens: keys of a full page.
+        first_layer: of the model, whose boxes are the first.
+    """
+
+    boxes_address: Tensor
+    box_capacity: Tensor
+    num_pages: Tensor
+    num_taken: Tensor
+    bound_first: Tensor
+    page_tokens: int
+    first_layer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageCut:
+    """Which pages each query head takes: those above its cut, and of those at it the first ones.
+
+    Attributes:
+        order: [n] int32, in the order of the bounds; of each request [Hq, num_pages], from `bound_first` on.
+        bounds: [B, Hq, 2] int32: the cut, and the page before which those at it are taken.
+        boxes: of the same requests.
+    """
+
+    order: Tensor
+    bounds: Tensor
+    boxes: BoxRows

@@ -8,7 +8,8 @@
     cut     the K-th largest of these, digit by digit: a pass over the keys counts those above 16 candidates
     attend  as in `attend_chosen`, with all far keys gone over: rows of V that are not chosen are not read; without
             given scores the chosen keys get those of an early query, for which their rows of K are read likewise
-            (`attend_predicted`), or of q (`attend_held`, `attend_windows`, where flags or places say which are chosen)
+            (`attend_predicted`), or of q (`attend_held`, `attend_windows`, where flags or places say which are chosen,
+            and `attend_pages`, where each query head has its own)
     merge   as in `attend_paged`
 
 How many keys a request has, how many are chosen, where its scores and its rows of V begin: all of that is read on the
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ambidex.kernels.early_rows import EarlyRows, FarCut, SumRows, WindowRows
+from ambidex.kernels.early_rows import EarlyRows, FarCut, PageCut, SumRows, WindowRows
 from ambidex.kernels.triton.attend_paged import (
     _LOG2_E,
     _MIN_GROUP,
@@ -126,10 +127,12 @@ def _cut_kernel(
 def _attend_kernel(
     q_ptr, early_ptr, near_k_ptr, near_v_ptr, near_first_ptr, near_num_ptr, given_ptr, order_ptr, cut_ptr,
     score_first_ptr, far_num_ptr, k_address_ptr, v_address_ptr, capacity_ptr, held_address_ptr, recent_first_ptr,
-    sink_end_ptr, scores_ptr, part_ptr, part_lse_ptr, scale_log2, layer_idx, near_head_stride,
+    sink_end_ptr, num_pages_ptr, bound_first_ptr, num_read_ptr, scores_ptr, part_ptr, part_lse_ptr, scale_log2,
+    layer_idx, near_head_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr, BLOCK_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr, PRECISION: tl.constexpr,
     LOG2_E: tl.constexpr, IS_GIVEN: tl.constexpr, IS_HELD: tl.constexpr, IS_WINDOW: tl.constexpr,
+    IS_PAGED: tl.constexpr, PAGE_TOKENS: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -168,6 +171,12 @@ def _attend_kernel(
     elif IS_WINDOW:
         sink_end = tl.load(sink_end_ptr + row).to(tl.int32)
         recent_first = tl.load(recent_first_ptr + row).to(tl.int32)
+    elif IS_PAGED:
+        num_pages = tl.load(num_pages_ptr + row).to(tl.int32)
+        order_ptr += tl.load(bound_first_ptr + row) + kv_head * GROUP * num_pages
+        lows = tl.load(cut_ptr + 2 * q_heads, mask=is_head, other=0)
+        ends = tl.load(cut_ptr + 2 * q_heads + 1, mask=is_head, other=0)
+        num_read = tl.full([], 0, dtype=tl.int32)
     else:
         order_ptr += score_first // GROUP + kv_head * num_far
         cut_ptr += 2 * (row * NUM_KV_HEADS + kv_head)
@@ -185,6 +194,14 @@ def _attend_kernel(
             is_chosen = is_far & ((held != 0) | (keys >= recent_first))
         elif IS_WINDOW:
             is_chosen = is_far & ((keys < sink_end) | (keys >= recent_first))
+        elif IS_PAGED:
+            pages = keys // PAGE_TOKENS
+            is_pair = is_head[:, None] & is_far[None, :]
+            order = tl.load(order_ptr + heads[:, None] * num_pages + pages[None, :], mask=is_pair, other=0)
+            is_at_cut = (order == lows[:, None]) & (pages[None, :] < ends[:, None])
+            is_taken = is_pair & ((order > lows[:, None]) | is_at_cut)
+            is_chosen = tl.max(is_taken.to(tl.int32), axis=0) > 0
+            num_read += tl.sum(is_chosen.to(tl.int32), axis=0)
         else:
             order = tl.load(order_ptr + keys, mask=is_far, other=0)
             is_chosen = is_far & ((order > low) | ((order == low) & (keys < cut)))
@@ -203,6 +220,8 @@ def _attend_kernel(
             if IS_WINDOW:
                 recent_scores = tl.dot(q, tl.trans(far_k), input_precision=PRECISION) * scale_log2
                 far_scores = tl.where((keys < sink_end)[None, :], far_scores, recent_scores)
+            elif IS_PAGED:
+                far_scores = tl.where(is_taken, far_scores, float("-inf"))
         top, total, acc, scores = add_tile(
             top, total, acc, q, keys, is_chosen, is_near, far_scores, far_v, near_k_ptr, near_v_ptr, num_far, dims,
             is_dim, scale_log2, HEAD_DIM, PRECISION,
@@ -213,6 +232,8 @@ def _attend_kernel(
                 mask=is_head[:, None] & (is_chosen | is_near)[None, :],
             )  # fmt: skip
     store_part(part_ptr, part_lse_ptr, part_rows, top, total, acc, dims, is_head, is_q, HEAD_DIM)
+    if IS_PAGED:
+        tl.atomic_add(num_read_ptr + row * NUM_KV_HEADS + kv_head, num_read)
 
 
 def attend_early(
@@ -268,7 +289,7 @@ def launch_attention(
     q: Tensor,
     near_k: Tensor,
     near_v: Tensor,
-    chosen: FarCut | SumRows | WindowRows,
+    chosen: FarCut | SumRows | WindowRows | PageCut,
     rows: EarlyRows,
     *,
     given: Tensor | None,
@@ -276,18 +297,21 @@ def launch_attention(
     layer_idx: int,
     scale: float,
     scores: Tensor | None = None,
+    num_read: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch: attend over near keys and chosen far ones; [B, Hq, D], and the lse [B, Hq].
 
     Args:
         chosen: which far keys; those of `SumRows` are the held and the recent ones, of `WindowRows` the first and the
-            newest.
+            newest; `PageCut` says it of each query head.
         given: scores of all far keys; None: the chosen ones get those of the `early` queries, which lie as q does; of
             `WindowRows` the first ones alone.
         scores: takes the scores of attended keys, of each request [Hkv, G, far + near] from `score_first` on; goes with
             `SumRows`.
+        num_read: [B, Hkv] int32, to which is added how many far rows are read; goes with `PageCut`.
     """
-    cut = chosen if isinstance(chosen, FarCut) else None
+    cut = chosen if isinstance(chosen, FarCut | PageCut) else None
+    boxes = chosen.boxes if isinstance(chosen, PageCut) else None
     held = chosen if isinstance(chosen, SumRows) else None
     windows = chosen if isinstance(chosen, WindowRows) else None
     recent_first = held.recent_first if held is not None else None if windows is None else windows.window_first
@@ -304,12 +328,14 @@ def launch_attention(
         q, early, near_k, near_v, rows.near_first, rows.near_num, given, None if cut is None else cut.order,
         None if cut is None else cut.bounds, rows.score_first, rows.far_num, rows.k_address, rows.v_address,
         rows.capacity, None if held is None else held.held_from, recent_first,
-        None if windows is None else windows.sink_end, scores,
-        part, part_lse, scale * _LOG2_E, layer_idx, near_k.stride(0),
+        None if windows is None else windows.sink_end, None if boxes is None else boxes.num_pages,
+        None if boxes is None else boxes.bound_first, num_read, scores, part, part_lse, scale * _LOG2_E,
+        layer_idx, near_k.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_BLOCK=max(_MIN_GROUP, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim, DIM_BLOCK=dim_block, BLOCK_KEYS=choose_tile_keys(dim_block, near_v.element_size()),
         NUM_SPLITS=num_splits, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", LOG2_E=_LOG2_E,
-        IS_GIVEN=given is not None, IS_HELD=held is not None, IS_WINDOW=windows is not None, num_warps=4, num_stages=2,
+        IS_GIVEN=given is not None, IS_HELD=held is not None, IS_WINDOW=windows is not None, IS_PAGED=boxes is not None,
+        PAGE_TOKENS=1 if boxes is None else boxes.page_tokens, num_warps=4, num_stages=2,
     )  # fmt: skip
     _merge_splits_kernel[(num_rows * num_q_heads,)](
         part, part_lse, out, lse,
