@@ -13,6 +13,7 @@ from ambidex.core.kv_spec import (
     NEAR_SLACK,
     PREDICTOR_QUERIES,
     SCORE_BUFFERS,
+    BoxState,
     KeptRows,
     KVOrder,
     KVSpec,
@@ -220,3 +221,33 @@ def test_sums_of_what_keys_get_stand_in_the_ledger_of_the_accelerator() -> None:
     assert memory.max_kept_tokens == 3 * 512, "all requests, as long as they may be"
     assert taken["sums"] == 3 * 512 * 2 * 5 * SPEC.num_layers * SPEC.num_kv_heads
     assert "predictor" not in taken
+
+
+def test_boxes_of_pages_stand_in_the_ledger_of_the_accelerator() -> None:
+    """Two numbers of each channel of a page, KV head and layer that chooses; and their bounds in a step."""
+    spec = KVSpec.of(SPEC, dtype=DType.BF16, block_size=16)
+    config = EngineConfig(
+        model="any", policy=PolicyName.QUEST, policy_tokens=30, page_tokens=10, exact_layers=1, max_running_requests=3,
+        max_context_len=512,
+    )  # fmt: skip
+    settings = resolve_policy(config)
+    assert choose_policy_state(SPEC, settings, is_fixed=False) is None
+    state = choose_policy_state(SPEC, settings, is_fixed=True)
+    assert state == BoxState(num_layers=1, num_kv_heads=2, head_dim=16, page_tokens=10)
+    assert state is not None
+    rows = KeptRows(
+        num_layers=2, num_kv_heads=2, head_dim=16, number_bytes=2, num_q_heads=4, is_scored=False, is_fixed=True,
+        page_tokens=10,
+    )  # fmt: skip
+    fixed = fixed_bytes(config, SPEC, activations=DType.BF16, state=state, rows=rows)
+    assert fixed.near_rows == 3 * 2 * 2 * 2 * 16 * 2 + 512 * 4 * 4 + 3 * 512 * 2, (
+        "own rows, scores, 16 / 10 bytes a key"
+    )
+    memory = plan_memory(
+        config, SPEC, {Tier.GPU: spec, Tier.DRAM: spec}, free=FREE, weights=WeightBytes(on_gpu=MIB), fixed=fixed,
+        state=state,
+    )  # fmt: skip
+    taken = {entry.owner: entry.num_bytes for entry in memory.ledger.entries(Tier.GPU)}
+    assert memory.max_kept_tokens == 3 * 512, "all requests, as long as they may be"
+    assert taken["boxes"] == 3 * 512 * 26, "256 bytes of 10 tokens, rounded up"
+    assert "sums" not in taken

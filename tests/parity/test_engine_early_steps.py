@@ -8,6 +8,7 @@ import pytest
 
 from ambidex import EngineConfig, SamplingParams
 from ambidex.attention.key_sums import KeySums
+from ambidex.attention.page_boxes import PageBoxes
 from ambidex.core.config import DeviceKind, DTypeChoice
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.policy import H2OForm, HybridGenFeedback, HybridGenMode, PolicyName
@@ -41,6 +42,8 @@ LONE_METHODS: dict[str, dict[str, Any]] = {
     "keyformer": {"policy": PolicyName.KEYFORMER},
     "qinfer_windows": {"policy": PolicyName.QINFER_WINDOWS, "policy_percent": 50},
     "streaming_llm": {"policy": PolicyName.STREAMING_LLM, "policy_tokens": 12},
+    "quest": {"policy": PolicyName.QUEST, "policy_tokens": 9, "page_tokens": 3, "exact_layers": 1},
+    "quest in all layers": {"policy": PolicyName.QUEST, "policy_tokens": 16, "page_tokens": 4, "exact_layers": 0},
 }
 ALL_METHODS = METHODS | LONE_METHODS
 
@@ -137,7 +140,8 @@ def test_tokens_of_fixed_steps_of_the_accelerator_alone_equal_those_of_steps_lau
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Seven requests that come and go, beside prompts. Sums take no more than the ledger says, and are given back."""
+    """Seven requests that come and go, beside prompts. Sums and boxes take no more than the ledger says, and are given
+    back."""
     settings = {**LONE_METHODS[method], **SPLITS[split]}
     folder = make_engine_folder(tmp_path, variant)
     params = [
@@ -147,20 +151,22 @@ def test_tokens_of_fixed_steps_of_the_accelerator_alone_equal_those_of_steps_lau
     wanted = run(ordinary, params)
     engine = make_engine(folder, device, form, **settings)
     counted, held = Counted(engine, monkeypatch), []
-    keep_new = KeySums.keep_new
+    kind = PageBoxes if method.startswith("quest") else KeySums
+    owner = "boxes" if method.startswith("quest") else "sums"
+    keep_new: Callable[..., None] = kind.keep_new
 
-    def keeping(sums: KeySums, *arguments: Any) -> None:
-        keep_new(sums, *arguments)
-        held.append((sums, sums.num_bytes))
+    def keeping(kept: KeySums | PageBoxes, *arguments: Any) -> None:
+        keep_new(kept, *arguments)
+        held.append((kept, kept.num_bytes))
 
-    monkeypatch.setattr(KeySums, "keep_new", keeping)
+    monkeypatch.setattr(kind, "keep_new", keeping)
     assert run(engine, params) == wanted
     taken = {entry.owner: entry.num_bytes for entry in engine.figures.ledger.entries(Tier.GPU)}
     if method == "streaming_llm":
         assert not held
-        assert "sums" not in taken
+        assert not {"sums", "boxes"} & taken.keys()
     else:
-        assert 0 < max(num_bytes for _, num_bytes in held) <= taken["sums"]
+        assert 0 < max(num_bytes for _, num_bytes in held) <= taken[owner]
         assert held[-1][0].num_bytes == 0
     assert counted.num > engine.stats.num_steps / 3
     assert engine.stats.num_graph_failures == 0
@@ -179,7 +185,8 @@ def test_a_replayed_step_of_the_accelerator_alone_reads_nothing_of_the_one_that_
 ) -> None:
     """A capture that keeps the launches of its step as they are: what they are told of requests must lie on the
     device."""
-    settings = {**LONE_METHODS[method], **SPLITS["split"]}
+    # A step that attends keys in DRAM in its first layers would wait for a CPU that waits for the launch's end.
+    settings = {**LONE_METHODS[method], **SPLITS["gpu" if method == "quest" else "split"]}
     folder = make_engine_folder(tmp_path)
     params = [SamplingParams(max_output_tokens=num, temperature=0.0, ignore_eos=True) for num in NUM_OUTPUTS]
     wanted = run(make_engine(folder, DeviceKind.CPU, DecodeForm.ORDINARY, **settings), params)
@@ -213,10 +220,12 @@ def test_report_says_that_steps_have_a_fixed_form(tmp_path: Path, method: str) -
     assert engine.report.value("compute", "decode") == "fixed"
     how = "made a layer ahead" if method in METHODS else "add up what they get"
     how = "the first keys and the newest, in one kernel" if method == "streaming_llm" else how
+    how = "the newest page and those with the largest bounds" if method.startswith("quest") else how
     assert how in engine.report.why("compute", "policy")
     if method in LONE_METHODS and method != "streaming_llm":
         kept = f"of {DEFAULT_CONTEXTS * 128} tokens, on the accelerator"
-        assert engine.report.value("compute", "policy_sums") == kept
+        name = "policy_boxes" if method.startswith("quest") else "policy_sums"
+        assert engine.report.value("compute", name) == kept
     assert steps_of(engine).dram_threads is not None
 
 
@@ -262,7 +271,7 @@ def test_feedback_is_told_the_times_of_fixed_steps(
     assert times is None or (times.gpu_s > 0 and min(times.cpu_s, times.transfer_s) >= 0)
 
 
-@pytest.mark.parametrize("method", ["h2o", "streaming_llm"])
+@pytest.mark.parametrize("method", ["h2o", "streaming_llm", "quest"])
 def test_nothing_is_kept_for_fixed_steps_where_weights_lie_in_dram(method: str, tmp_path: Path) -> None:
     """And answers are those of an engine whose weights do not."""
     settings = {**LONE_METHODS[method], **SPLITS["gpu"]}
@@ -273,5 +282,5 @@ def test_nothing_is_kept_for_fixed_steps_where_weights_lie_in_dram(method: str, 
     why = f"steps of policy {settings['policy']} are launched op by op: weights lie in DRAM"
     assert engine.report.value("compute", "decode") == "ordinary"
     assert engine.report.why("compute", "decode") == why
-    assert "sums" not in {entry.owner for entry in engine.figures.ledger.entries(Tier.GPU)}
+    assert not {"sums", "boxes"} & {entry.owner for entry in engine.figures.ledger.entries(Tier.GPU)}
     assert run(engine, params) == wanted

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from ambidex.attention.boxes_fixed import BoxAttention
 from ambidex.attention.early_fixed import PredictedFar
 from ambidex.attention.held_fixed import HeldAttention
 from ambidex.attention.select.accumulated import Accumulated
+from ambidex.attention.select.quest import Pages
 from ambidex.attention.windows_fixed import WindowAttention
 from ambidex.core.ids import Lane, RequestId, Tier
 from ambidex.core.policy import HybridGenMode
@@ -390,8 +392,8 @@ def test_figures_of_a_choice_that_predictions_count_are_those_of_queries_answere
     assert world.num_fixed > 2 or not is_fixed
 
 
-LONE_CASES = [case for case in CASES if case.startswith(("h2o", "keyformer", "qinfer", "streaming"))]
-"""In whose steps of fixed form the accelerator attends on its own, in all layers."""
+LONE_CASES = [case for case in CASES if case.startswith(("h2o", "keyformer", "qinfer", "streaming", "quest"))]
+"""In whose steps of fixed form the accelerator attends on its own, in all layers that choose."""
 
 
 def make_lone_world(tiny: TinyModel, case: str, *, seed: int = 2, has_fixed: bool = True) -> SelectiveWorld:
@@ -418,7 +420,9 @@ def test_fixed_steps_of_the_accelerator_alone_drop_and_weigh_as_the_definition(
         hidden.append(world.step([("a", 1)])["a"])
         for layer_idx in range(tiny.spec.num_layers if position + 1 < NUM_TOKENS else 0):
             kept = world.attention.kept(RequestId("a"), layer_idx)
-            assert kept is not None
+            assert (kept is None) is case.startswith("quest"), "it drops nothing for good"
+            if kept is None:
+                continue
             kept = kept.expand(tiny.spec.num_kv_heads, -1)
             for head, attended in enumerate(naive.attended[layer_idx, position + 1]):
                 found = set(kept[head // tiny.spec.group_size].nonzero()[:, 0].tolist())
@@ -433,7 +437,16 @@ def test_fixed_steps_of_the_accelerator_alone_drop_and_weigh_as_the_definition(
 
 @INTERPRETED
 @pytest.mark.parametrize(
-    "case", ["h2o flexgen", "h2o drop few recent", "keyformer large and hot", "qinfer_windows", "streaming_llm"]
+    "case",
+    [
+        "h2o flexgen",
+        "h2o drop few recent",
+        "keyformer large and hot",
+        "qinfer_windows",
+        "streaming_llm",
+        "quest",
+        "quest least",
+    ],
 )
 def test_kernels_of_fixed_steps_of_the_accelerator_alone_give_what_the_definition_gives(
     tiny: TinyModel, case: str
@@ -443,7 +456,7 @@ def test_kernels_of_fixed_steps_of_the_accelerator_alone_give_what_the_definitio
     naive, world = run_naive(tiny, case, tokens), make_lone_world(tiny, case)
     world.add("a", tokens, num_prompt=NUM_PROMPT, max_output_tokens=LIMIT)
     with ExitStack() as forced:
-        for op in ("attend_held", "add_sums", "attend_windows"):
+        for op in ("attend_held", "add_sums", "attend_windows", "choose_pages", "attend_pages"):
             forced.enter_context(dispatch.override(op, "triton"))
         hidden = world.run("a", chunks=[NUM_PROMPT])
     assert world.num_fixed == 6
@@ -454,15 +467,16 @@ def test_kernels_of_fixed_steps_of_the_accelerator_alone_give_what_the_definitio
 def test_a_fixed_step_of_the_accelerator_alone_that_breaks_off_is_computed_again(
     tiny: TinyModel, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has added lies in the other copy, and is written once more."""
-    kind = WindowAttention if case.startswith("streaming") else HeldAttention
+    """What it has added lies in the other copy, and is written once more, as is the box of a page that it fills."""
+    kinds = {"streaming": WindowAttention, "quest": BoxAttention}
+    kind = kinds.get(case.replace("_", " ").split()[0], HeldAttention)
     tokens = random_tokens(NUM_TOKENS, seed=8)
     naive, world = run_naive(tiny, case, tokens), make_lone_world(tiny, case)
     world.add("a", tokens, num_prompt=NUM_PROMPT, max_output_tokens=LIMIT)
     hidden = [world.step([("a", NUM_PROMPT)])["a"]]
 
     def break_off(
-        attention: HeldAttention | WindowAttention, layer_idx: int, *arguments: Any, **named: Any
+        attention: HeldAttention | WindowAttention | BoxAttention, layer_idx: int, *arguments: Any, **named: Any
     ) -> torch.Tensor:
         attend(attention, layer_idx, *arguments, **named)
         raise torch.OutOfMemoryError("no memory, says the test")
@@ -498,24 +512,34 @@ def test_sums_and_figures_of_fixed_steps_are_those_of_queries_answered_one_by_on
             ):
                 if isinstance(one, Accumulated):
                     torch.testing.assert_close(other._sums, one._sums, rtol=1e-4, atol=1e-4)
+                if isinstance(one, Pages):
+                    for mine, theirs in ((other._low, one._low), (other._high, one._high)):
+                        torch.testing.assert_close(mine.values, theirs.values, rtol=1e-4, atol=1e-4)
         assert world.attention.selection == one_by_one.attention.selection
         if world.num_fixed > num_fixed:
             num_fixed = world.num_fixed
-            assert num_rows(world, world.attention.fixed_lane_bytes) == num_rows(
-                one_by_one, one_by_one.attention.lane_bytes
+            assert world.attention.early is not None
+            boxes = one_by_one.attention._rows._num_own_bytes
+            assert world.attention.early.requests.num_bytes == boxes
+            assert (boxes > 0) is case.startswith("quest")
+            exact = CASES[case][0].get("exact_layers", 0) * sum(world.num_computed.values())  # type: ignore[operator]
+            assert num_rows(world, world.attention.fixed_lane_bytes, boxes) + exact == num_rows(
+                one_by_one, one_by_one.attention.lane_bytes, boxes
             )
     assert num_fixed > 5
 
 
-def num_rows(world: SelectiveWorld, lane_bytes: Mapping[Lane, int]) -> float:
-    """Rows of K or V of one head that were read, wherever they lie: on the host they may be padded."""
+def num_rows(world: SelectiveWorld, lane_bytes: Mapping[Lane, int], num_own_bytes: int) -> float:
+    """Rows of K and V of all heads that were read, wherever they lie: on the host they may be padded. The policy's own
+    bytes do not count."""
     tiers = {Lane.GPU: Tier.GPU, Lane.CPU: Tier.DRAM}
+    lane_bytes = {**lane_bytes, Lane.GPU: lane_bytes[Lane.GPU] - num_own_bytes}
     return sum(lane_bytes[lane] / world.pools[tier].spec.bytes_per_token_layer for lane, tier in tiers.items())
 
 
-@pytest.mark.parametrize("case", ["h2o flexgen", "keyformer", "qinfer_windows", "streaming_llm"])
+@pytest.mark.parametrize("case", ["h2o flexgen", "keyformer", "qinfer_windows", "streaming_llm", "quest"])
 def test_a_request_goes_back_to_what_was_kept_between_fixed_steps(tiny: TinyModel, case: str) -> None:
-    """Steps since then have written both copies."""
+    """Steps since then have written both copies, or boxes of pages."""
     tokens = random_tokens(NUM_TOKENS, seed=12)
     world = make_lone_world(tiny, case)
     world.add("a", tokens, num_prompt=NUM_PROMPT, max_output_tokens=LIMIT)
@@ -545,6 +569,8 @@ FOLLOWING: dict[str, tuple[dict[str, object], Callable[[], Rule]]] = {
     "keyformer": ({"policy": "keyformer"}, lambda: NaiveKeyformer(60, 30, tau=(1.0, 2.0), limit=None)),
     "qinfer_windows": CASES["qinfer_windows"],
     "streaming_llm": CASES["streaming_llm"],
+    "quest": CASES["quest"],
+    "quest least": CASES["quest least"],
 }
 
 

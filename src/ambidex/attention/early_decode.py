@@ -57,8 +57,8 @@ class EarlyDecode:
     Args:
         spec: heads, layers and head_dim (the scale is head_dim ** -0.5).
         exact: attends all keys, for layers that do not look ahead; nobody else's.
-        look_ahead: makes the early queries; None: steps have the fixed form, of policies that add up what keys get or
-            have windows, or are others'.
+        look_ahead: makes the early queries; None: steps have the fixed form, of policies that add up what keys get,
+            have windows or choose pages, or are others'.
         row_store: keeps rows in host memory.
         threads: who scores on the CPU.
         num_near: newest keys before a query's own that are near.
@@ -151,7 +151,7 @@ class EarlyDecode:
         self, requests: Sequence[ScheduledRequest], works: Sequence[EarlyWork], *, max_far: int
     ) -> FixedPlan | None:
         """Prepare for a step of fixed form, if the step has it: one new token each, behind the prompt, and layers that
-        look ahead, sums or windows.
+        look ahead, sums, windows or pages.
 
         Args:
             max_far: far keys of all requests together, at most.

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from ambidex.attention.select.partial_keys import PartialKeys
-from ambidex.kernels.early_rows import AlphaCount, EarlyRows, PartialRows, SumRows, WindowRows
+from ambidex.kernels.early_rows import AlphaCount, BoxRows, EarlyRows, PartialRows, SumRows, WindowRows
 
 _NAMES = tuple(item.name for item in fields(EarlyRows))
 _SUM_NAMES = tuple(item.name for item in fields(SumRows))
 _WINDOW_NAMES = tuple(item.name for item in fields(WindowRows))
-_ROW_NAMES = _NAMES + _SUM_NAMES + _WINDOW_NAMES
+_BOX_NAMES = ("boxes_address", "box_capacity", "num_pages", "num_taken", "bound_first")
+_ROW_NAMES = _NAMES + _SUM_NAMES + _WINDOW_NAMES + _BOX_NAMES
 _PARTIAL_NAMES = ("rows_address", "turn_address", "capacity")
 _PADDING = {"near_slots": -1}
 """What padding has; 0 otherwise."""
@@ -43,25 +44,31 @@ class EarlyInputs:
     def device(self, num_rows: int) -> EarlyRows:
         """What a step of `num_rows` rows reads; views that stay where they are."""
         if num_rows not in self._rows:
-            parts = dict(zip(_NAMES, self._device[: len(_NAMES), :num_rows], strict=True))
-            self._rows[num_rows] = EarlyRows(**parts)
+            self._rows[num_rows] = EarlyRows(**self._parts(_NAMES, num_rows))
         return self._rows[num_rows]
 
     def sums(self, num_rows: int) -> SumRows:
         """What it reads of what keys have got; views, likewise."""
-        parts = self._device[len(_NAMES) : len(_NAMES) + len(_SUM_NAMES), :num_rows]
-        return SumRows(**dict(zip(_SUM_NAMES, parts, strict=True)))
+        return SumRows(**self._parts(_SUM_NAMES, num_rows))
 
     def windows(self, num_rows: int) -> WindowRows:
         """What it reads of the keys that windows hold; views, likewise."""
-        parts = self._device[len(_ROW_NAMES) - len(_WINDOW_NAMES) : len(_ROW_NAMES), :num_rows]
-        return WindowRows(**dict(zip(_WINDOW_NAMES, parts, strict=True)))
+        return WindowRows(**self._parts(_WINDOW_NAMES, num_rows))
+
+    def boxes(self, num_rows: int, *, page_tokens: int, first_layer: int) -> BoxRows:
+        """What it reads of boxes of pages of so many keys, in layers from one on; views, likewise."""
+        return BoxRows(**self._parts(_BOX_NAMES, num_rows), page_tokens=page_tokens, first_layer=first_layer)
 
     def partial(self, num_rows: int, layer_idx: int, num_columns: int) -> PartialRows:
         """What it reads of the partial keys of a layer, which have so many columns; views, likewise."""
         first = _first_partial(layer_idx)
         tables = self._device[first : first + len(_PARTIAL_NAMES), :num_rows]
         return PartialRows(**dict(zip(_PARTIAL_NAMES, tables, strict=True)), num_columns=num_columns)
+
+    def _parts(self, names: Sequence[str], num_rows: int) -> dict[str, Tensor]:
+        """Numbers that stand side by side, by name."""
+        first = _ROW_NAMES.index(names[0])
+        return dict(zip(names, self._device[first : first + len(names), :num_rows], strict=True))
 
     def send(
         self,

@@ -17,12 +17,15 @@ from ambidex.attention.context_rows import ContextRows
 from ambidex.attention.fixed_scores import FarRows
 from ambidex.attention.key_sums import KeySums
 from ambidex.attention.near_rows import NearRows
+from ambidex.attention.page_boxes import PageBoxes
 from ambidex.attention.row_store import RowStore, take_rows
 from ambidex.attention.select.accumulated import Accumulated
 from ambidex.attention.select.partial_keys import PartialKeys, PartialSelector
 from ambidex.attention.select.policy import FarSelector, Selector
+from ambidex.attention.select.quest import Pages
 from ambidex.attention.select.streaming_llm import FirstAndLast, WindowPlan
 from ambidex.attention.transfer_clock import TransferClock
+from ambidex.core.dtypes import DType
 from ambidex.core.ids import KVPart, RequestId
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.step import ScheduledRequest
@@ -52,7 +55,8 @@ class FixedForm:
     """What a step of fixed form needs to know of its requests: the first layer that chooses; of each request the far
     keys and how many of them are selected, at most if `alpha` is given (see `FarSelector`); whether the CPU scores, and
     whether far keys are weighed by early scores. With `rules`, those of each layer, sums say what is chosen, and how
-    many are selected is not known. With `has_windows` places say it."""
+    many are selected is not known. With `has_windows` places say it, with `page_tokens` boxes of pages of so many keys:
+    `num_selected` is that of each query head then, and how many rows that takes is not known."""
 
     first_layer: int
     num_far: Sequence[int]
@@ -62,16 +66,17 @@ class FixedForm:
     weighs_early: bool
     rules: Sequence[SumRule] = ()
     has_windows: bool = False
+    page_tokens: int = 0
 
     @property
     def is_counted(self) -> bool:
-        """The step counts itself how many far keys are chosen."""
-        return self.alpha is not None or bool(self.rules)
+        """The step counts itself how many far rows are read."""
+        return self.alpha is not None or bool(self.rules) or bool(self.page_tokens)
 
     @property
     def is_predicted(self) -> bool:
         """Partial keys predict which far keys are chosen."""
-        return not (self.is_scored or self.rules or self.has_windows)
+        return not (self.is_scored or self.rules or self.has_windows or self.page_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +104,7 @@ class EarlyRequests:
     Attributes:
         near: the near rows.
         sums: what keys have got so far, of policies that add it up.
+        boxes: of pages of keys, of policies that choose by them.
         clock: books the copies.
         works, rows: the step's requests, and the rows in host memory of each, up to its new one.
     """
@@ -119,6 +125,7 @@ class EarlyRequests:
         self.row_store = row_store
         self.near = NearRows(pool, num_near=num_near, max_requests=max_requests)
         self.sums = KeySums(spec, pool.device)
+        self.boxes = PageBoxes(spec, pool.device)
         self.clock = TransferClock(pool.device, is_on=is_timed)
         self.works: Sequence[EarlyWork] = ()
         self.rows: Sequence[HostRows] = ()
@@ -130,6 +137,7 @@ class EarlyRequests:
         self.num_attended = self.num_visible = 0
         """Keys, over query heads and layers, since `clear`."""
         self._read_chosen: Callable[[], int] | None = None
+        self._is_attended_known = False
 
     def clear(self) -> None:
         """Count anew, for another step."""
@@ -161,7 +169,7 @@ class EarlyRequests:
 
     def find_form(self, works: Sequence[EarlyWork], *, max_far: int) -> FixedForm | None:
         """The fixed form of a step, if it has it: one new token each, behind the prompt, and layers that look ahead,
-        sums or windows.
+        sums, windows or pages.
 
         Args:
             max_far: far keys of all requests together, at most.
@@ -170,6 +178,8 @@ class EarlyRequests:
             return None
         if isinstance(works[0].selectors[0], Accumulated | FirstAndLast):
             return self._find_lone_form(works, max_far=max_far)
+        if isinstance(works[0].selectors[-1], Pages):
+            return self._find_page_form(works, max_far=max_far)
         first = self._first_layer(works[0])
         if first is None:
             return None
@@ -210,24 +220,46 @@ class EarlyRequests:
             has_windows=not is_summed,
         )
 
+    def _find_page_form(self, works: Sequence[EarlyWork], *, max_far: int) -> FixedForm | None:
+        """That of a policy that chooses pages: all keys but the query's own are far."""
+        num_far = [work.start for work in works]
+        if sum(num_far) > max_far:
+            return None
+        pages = [cast("Pages", work.selectors[-1]) for work in works]
+        plans = [own.plan_pages(num + 1) for own, num in zip(pages, num_far, strict=True)]
+        return FixedForm(
+            first_layer=sum(not isinstance(selector, Pages) for selector in works[0].selectors),
+            num_far=num_far,
+            num_selected=[plan.num_attended - 1 for plan in plans],
+            alpha=None,
+            is_scored=False,
+            weighs_early=False,
+            page_tokens=pages[0].page_tokens,
+        )
+
     def plan_fixed(self, form: FixedForm) -> FixedPlan:
         """Plan the step that has begun, and count all that it will read, but for chosen rows if the step itself counts
         these: see `expect_chosen`.
 
         Cost: the first step that predicts behind others which do not brings what partial keys lack; see also
-            `KeySums.plan`.
+            `KeySums.plan` and `PageBoxes.plan`.
         """
         num_kv_heads, num_q_heads = self._spec.num_kv_heads, self._spec.num_q_heads
         works, num_far, first = self.works, form.num_far, form.first_layer
         layers = range(first, self._spec.num_layers) if form.is_predicted else range(0)
         partial = {layer: self._extend_partial(layer, num_far) for layer in layers}
         num_layers = self._spec.num_layers - first
+        boxes = self.boxes.plan(works) if form.page_tokens else {}
+        box_bytes = num_layers * num_kv_heads * 2 * self._spec.head_dim * DType.FP32.num_bytes
+        self.num_bytes += sum(boxes.get("num_pages", ())) * box_bytes
+        self._is_attended_known = bool(form.page_tokens)
         for work, num, most in zip(works, num_far, form.num_selected, strict=True):
             num_near, chosen = work.start + 1 - num, 0 if form.is_counted else most
+            attended = most if self._is_attended_known else chosen
             self.num_rows[0] += num_layers * 2 * num_kv_heads * num_near
             self.num_rows[1] += num_layers * num_kv_heads * (chosen + (num if form.is_scored else chosen))
             self.num_visible += num_q_heads * self._spec.num_layers * (work.start + 1)
-            self.num_attended += num_q_heads * (first * (work.start + 1) + num_layers * (chosen + num_near))
+            self.num_attended += num_q_heads * (first * (work.start + 1) + num_layers * (attended + num_near))
         places = range(len(works))
         num_scored = [num + 1 for num in num_far] if form.rules else num_far
         return FixedPlan(
@@ -246,14 +278,15 @@ class EarlyRequests:
                 "capacity": [part.capacity for part in self.rows],
                 **(self.sums.plan(works) if form.rules else {}),
                 **(_plan_windows(works) if form.has_windows else {}),
+                **boxes,
             },
         )
 
     def expect_chosen(self, read: Callable[[], int]) -> None:
-        """The step that was planned counts itself how many far keys are chosen.
+        """The step that was planned counts itself how many far rows are read.
 
         Args:
-            read: tells how many, over all requests, layers and KV heads, once the step has ended.
+            read: tells how many of K, and of V, over all requests, layers and KV heads, once the step has ended.
         """
         self._read_chosen = read
 
@@ -265,7 +298,8 @@ class EarlyRequests:
         if self._read_chosen is not None:
             num_chosen, self._read_chosen = self._read_chosen(), None
             self.num_rows[1] += 2 * num_chosen
-            self.num_attended += self._spec.group_size * num_chosen
+            if not self._is_attended_known:  # else not all query heads of a KV head attend the rows that it reads
+                self.num_attended += self._spec.group_size * num_chosen
 
     def find_far(self, layer_idx: int) -> list[FarSelector]:
         """The selectors of a layer that looks ahead, one for each request; none of one that does not."""
@@ -301,10 +335,12 @@ class EarlyRequests:
         self.near.keep_new(self.rows)
 
     def tell_selectors(self) -> None:
-        """The step that was planned has been launched: what it adds up is kept, if its policy does, and which keys it
-        has attended, if that follows from their places."""
+        """The step that was planned has been launched: what it adds up or makes of pages is kept, if its policy does,
+        and which keys it has attended, if that follows from their places."""
         if isinstance(self.works[0].selectors[0], Accumulated):
             self.sums.keep_new(self.works)
+        if isinstance(self.works[0].selectors[-1], Pages):
+            self.boxes.keep_new(self.works)
         for work in self.works:
             for selector in work.selectors if isinstance(work.selectors[0], FirstAndLast) else ():
                 cast("FirstAndLast", selector).place(work.start + 1, self._device)
@@ -314,6 +350,7 @@ class EarlyRequests:
         self.row_store.forget(request_id)
         self.near.forget(request_id)
         self.sums.forget(request_id)
+        self.boxes.forget(request_id)
 
     def _first_layer(self, work: EarlyWork) -> int | None:
         """The first layer that looks ahead, as all behind it do; None: there is none."""

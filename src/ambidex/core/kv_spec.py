@@ -232,6 +232,8 @@ class KeptRows:
     """Decode steps have a fixed form, which holds the scores of all its requests at once."""
     leaves_scores: bool = False
     """These are the accelerator's own, of each query head, in fp32."""
+    page_tokens: int = 0
+    """It holds bounds of pages of so many tokens instead, of each query head, in fp32; 0: it does not."""
 
     @property
     def part_bytes_per_layer(self) -> int:
@@ -268,7 +270,9 @@ class KeptRows:
     @property
     def _fixed_key_bytes(self) -> int:
         """Bytes of a key in such steps: its scores, if the CPU makes them, and a number of 4 bytes of each KV head; or
-        its scores of the accelerator."""
+        its scores of the accelerator, or its share of the bounds of its page."""
+        if self.page_tokens:
+            return -(-self.num_q_heads * DType.FP32.num_bytes // self.page_tokens)
         if self.leaves_scores:
             return self.num_q_heads * DType.FP32.num_bytes
         return self._score_row_bytes + self.num_kv_heads * DType.FP32.num_bytes
@@ -316,6 +320,30 @@ class SumState:
     def bytes_per_token(self) -> int:
         """All layers."""
         return SUM_COPIES * self.num_layers * self.num_kv_heads * (DType.FP32.num_bytes + 1)
+
+    def fixed_bytes(self, num_requests: int, max_context_len: int) -> int:
+        """Nothing is kept that does not grow with a request."""
+        del num_requests, max_context_len
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoxState:
+    """What steps of fixed form keep of policies that choose pages: of each full page and KV head the least and the
+    largest number of each channel, in fp32, in the `num_layers` that choose."""
+
+    owner: ClassVar[str] = "boxes"
+    what: ClassVar[str] = "boxes of pages of keys"
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_tokens: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """All layers, rounded up."""
+        page_bytes = self.num_layers * self.num_kv_heads * 2 * self.head_dim * DType.FP32.num_bytes
+        return -(-page_bytes // self.page_tokens)
 
     def fixed_bytes(self, num_requests: int, max_context_len: int) -> int:
         """Nothing is kept that does not grow with a request."""

@@ -51,9 +51,9 @@ class PolicyName(StrEnum):
 
     @property
     def has_lone_steps(self) -> bool:
-        """They can, and no other fast form beside it: in all layers the accelerator attends on its own, rows in host
-        memory."""
-        return self.adds_up or self is PolicyName.STREAMING_LLM
+        """They can, and no other fast form beside it: in all layers that choose the accelerator does so on its own, and
+        attends rows in host memory."""
+        return self.adds_up or self in (PolicyName.STREAMING_LLM, PolicyName.QUEST)
 
 
 class H2OForm(StrEnum):

@@ -5,7 +5,16 @@ from collections.abc import Mapping
 
 from ambidex.core.config import EngineConfig
 from ambidex.core.ids import Tier
-from ambidex.core.kv_spec import KeptRows, KVOrder, KVSpec, PolicyState, PredictorState, SumState, num_partial_columns
+from ambidex.core.kv_spec import (
+    BoxState,
+    KeptRows,
+    KVOrder,
+    KVSpec,
+    PolicyState,
+    PredictorState,
+    SumState,
+    num_partial_columns,
+)
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.policy import HybridGenFeedback, HybridGenMode, PolicyName, PolicySettings
 
@@ -49,6 +58,7 @@ def choose_kept_rows(
         is_scored=is_scored,
         is_fixed=is_early and is_fixed,
         leaves_scores=settings.name.adds_up and is_fixed,
+        page_tokens=(settings.page_tokens or 0) if is_fixed else 0,
     )
     return rows, "the CPU scores them, and chosen ones are read there" if is_scored else "chosen ones are read there"
 
@@ -70,10 +80,18 @@ def choose_policy_state(spec: ModelSpec, settings: PolicySettings, *, is_fixed: 
     HybridGen has a predictor in mode pre, and with feedback, which may take that mode at any step.
 
     Args:
-        is_fixed: decode steps have a fixed form; see `SumState`.
+        is_fixed: decode steps have a fixed form; see `SumState` and `BoxState`.
     """
     if settings.name.adds_up and is_fixed:
         return SumState(num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads)
+    if settings.name is PolicyName.QUEST and is_fixed:
+        assert settings.page_tokens is not None, "it has pages"
+        return BoxState(
+            num_layers=max(0, spec.num_layers - (settings.exact_layers or 0)),
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            page_tokens=settings.page_tokens,
+        )
     match settings.name:
         case PolicyName.INFINIGEN:
             has_predictor = True

@@ -40,6 +40,8 @@ def policy_rows(
         why = "decode steps attend near keys and the far ones that scores made a layer ahead put first"
     elif settings.name.adds_up and is_fixed:
         why = "decode steps attend the keys that it holds, and add up what they get, in kernels of one launch each"
+    elif settings.name is PolicyName.QUEST and is_fixed:
+        why = "decode steps attend the newest page and those with the largest bounds, chosen by kernels of their own"
     elif settings.name.has_lone_steps and is_fixed:
         why = "decode steps attend the first keys and the newest, in one kernel"
     elif settings.name is PolicyName.BOUNDED:

@@ -1,5 +1,6 @@
 """`EarlySteps`: decode steps of policies that look ahead (HybridGen, InfiniGen), add up what keys get (H2O, Keyformer,
-Q-Infer) or have windows (StreamingLLM), in a few fixed sizes (buckets), each captured once as a CUDA graph.
+Q-Infer), have windows (StreamingLLM) or choose pages (Quest), in a few fixed sizes (buckets), each captured once as a
+CUDA graph.
 
 A step has this form if each request has one new token whose block lies on the accelerator
 (`attention/early_decode.py`). How many far keys there are, how many are chosen and where rows lie is read on the
@@ -24,9 +25,10 @@ from typing import Final
 
 import torch
 
+from ambidex.attention.boxes_fixed import BoxAttention
 from ambidex.attention.decode_batch import DecodeBatch
 from ambidex.attention.decode_inputs import DecodeInputs
-from ambidex.attention.early_fixed import EarlyAttention, FarSide, PredictedFar, ScoredFar
+from ambidex.attention.early_fixed import EarlyAttention, ExactAttention, FarSide, PredictedFar, ScoredFar
 from ambidex.attention.early_inputs import ChosenCounts, EarlyInputs
 from ambidex.attention.early_requests import FixedPlan
 from ambidex.attention.fixed_scores import FixedScores
@@ -319,6 +321,18 @@ class EarlySteps:
         scale = self._spec.head_dim**-0.5
         if plan.form.has_windows:
             return WindowAttention(near, rows, self._early_inputs.windows(num_rows), self._inv_freq, scale=scale)
+        if plan.form.page_tokens:
+            return BoxAttention(
+                near,
+                rows,
+                self._early_inputs.boxes(
+                    num_rows, page_tokens=plan.form.page_tokens, first_layer=plan.form.first_layer
+                ),
+                self._exact(num_rows, host),
+                num_read=lambda layer_idx: self._chosen_counts.of_heads(layer_idx, num_rows),
+                max_far=self._max_far,
+                scale=scale,
+            )
         if not plan.form.rules:
             return self._ahead(num_rows, host, plan)
         return HeldAttention(
@@ -334,10 +348,9 @@ class EarlySteps:
     def _ahead(self, num_rows: int, host: EarlyAnswers, plan: FixedPlan) -> EarlyAttention:
         """The attention of a policy that looks ahead."""
         assert self._early.look_ahead is not None, "its policy looks ahead"
-        paged = PagedAttention(self._spec, self._pools[Tier.GPU], self._inputs.device(num_rows))
         return EarlyAttention(
             self._spec,
-            paged if host.keys is None else HybridAttention(paged, host.keys, None),
+            self._exact(num_rows, host),
             self._early.requests.near,
             self._early_inputs.device(num_rows),
             self._early.look_ahead,
@@ -345,9 +358,14 @@ class EarlySteps:
             first_layer=plan.far.first_layer,
         )
 
+    def _exact(self, num_rows: int, host: EarlyAnswers) -> ExactAttention:
+        """The attention of layers that attend all keys."""
+        paged = PagedAttention(self._spec, self._pools[Tier.GPU], self._inputs.device(num_rows))
+        return paged if host.keys is None else HybridAttention(paged, host.keys, None)
+
     def _count_reader(self, num_rows: int, plan: FixedPlan) -> Callable[[], int] | None:
-        """What tells how many far keys were chosen, if the step counts them."""
-        if plan.form.rules:
+        """What tells how many far rows were read, if the step counts them."""
+        if plan.form.rules or plan.form.page_tokens:
             return partial(self._chosen_counts.total_of_heads, num_rows)
         return partial(self._chosen_counts.total, num_rows, plan.form.first_layer) if plan.form.is_counted else None
 

@@ -12,7 +12,7 @@ at each decode step, which keys the step's query attends:
 
 NOTE: a selector never changes a tensor that it holds in place (`Rows` alone may grow behind its end): a step that
 breaks off is computed again from shallow copies that were made before it. Steps of fixed form have two copies of what
-they change in turns.
+they change in turns, or make again what they have made (`page_boxes.py`).
 """
 
 import copy

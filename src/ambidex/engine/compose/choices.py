@@ -285,8 +285,6 @@ def _choose_decode_form(
 ) -> tuple[DecodeForm, str]:
     """How decode steps run, and the reason."""
     is_early = config.policy.has_fixed_steps
-    if not config.policy.attends_all and config.policy is not PolicyName.BOUNDED and not is_early:
-        return DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
     if spec.alibi_slopes is not None:
         return DecodeForm.ORDINARY, "attention with slopes (alibi) has no other form"
     if config.graphs is Graphs.OFF:
@@ -298,18 +296,25 @@ def _choose_decode_form(
         if order is not KVOrder.TILES:
             return DecodeForm.ORDINARY, why
         return DecodeForm.PROGRAM, "decode steps are replayed as native programs"
-    own_ops: tuple[str, ...] = ()
-    if is_early:
-        own_ops = ("attend_early", "predict_far", "attend_predicted")
-        if config.policy.has_lone_steps:
-            own_ops = ("attend_held", "add_sums") if config.policy.adds_up else ("attend_windows",)
-    for op in ("attend_paged", "rotate_and_store", *own_ops):
+    for op in ("attend_paged", "rotate_and_store", *_own_ops(config.policy)):
         choice = choose(op, device.type)
         if choice.name != "triton":
             return DecodeForm.ORDINARY, f"CUDA graphs need the Triton kernel of {op}: {choice.reason}"
     if is_early:
         return DecodeForm.CAPTURED, "decode steps are replayed as CUDA graphs"
     return DecodeForm.CAPTURED, "decode steps whose keys all lie on the GPU are replayed as CUDA graphs"
+
+
+def _own_ops(policy: PolicyName) -> tuple[str, ...]:
+    """Ops of steps of fixed form that are a policy's."""
+    if policy.looks_ahead:
+        return ("attend_early", "predict_far", "attend_predicted")
+    if policy.adds_up:
+        return ("attend_held", "add_sums")
+    return {
+        PolicyName.STREAMING_LLM: ("attend_windows",),
+        PolicyName.QUEST: ("choose_pages", "attend_pages"),
+    }.get(policy, ())
 
 
 def decode_buckets(config: EngineConfig) -> tuple[int, ...]:
