@@ -218,12 +218,15 @@ FLAT: Sizes = (8, 2, 16, 4, [Asked(150, 9), Asked(119, 12)])
 
 def check_equal_bounds(name: str, device: str) -> None:
     parts = Parts(FLAT, torch.float32, device, is_flat=True)
-    parts.q[0, 3] = 0  # bounds of 0 and of −0, which are no less
+    parts.q[0, 3] = 0  # bounds of 0, and of the fourth page of −0, which is no less
+    parts.far[0][0, LAYER, 0, 12:16] = -1
+    parts.boxes[0][LAYER - FIRST_LAYER, 0, 3] = -1
     cut = parts.check_choice(name)
     orders = cut.order[: 8 * parts.num_pages(parts.requests[0])].view(8, -1)
     at_cut = orders == cut.bounds[0, :, :1]
     assert (at_cut.sum(1) > 2).all(), "few bounds are equal: the test would prove nothing"
     assert at_cut[3].sum() == at_cut.shape[1] - 1
+    parts.check_attention(name)
 
 
 def test_of_equal_bounds_the_reference_takes_the_earlier() -> None:
