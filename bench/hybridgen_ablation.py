@@ -237,12 +237,6 @@ def build(plan: Plan, shape: str, variant: str, folder: str) -> Engine:
     policy = PolicyName(settings["policy"])
     args.kv_dtype, args.stream_percent, args.policy, args.hot = decode_hybrid.KVDTypeChoice.AUTO, None, policy, 0
     config = decode_hybrid.make_config(folder, options, args)
-    if policy in (PolicyName.INFINIGEN, PolicyName.KEYFORMER):  # as HybridGen they keep rows beside blocks
-        assert config.max_context_len is not None, "that of the largest point"
-        assert config.dram_memory is not None, "that of the largest point"
-        most_tokens = config.max_running_requests * (config.max_context_len + 2 * decode_gpu.BLOCK_SIZE)
-        kept = decode_hybrid.kept_row_bytes(options, most_tokens + (config.kv_gpu_tokens or 0))
-        config = dataclasses.replace(config, dram_memory=config.dram_memory + kept)
     config = EngineConfig(**{**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)},
                              **settings})  # fmt: skip
     has_recorded_steps = policy.attends_all or policy is PolicyName.BOUNDED

@@ -36,7 +36,6 @@ def test_rounds_are_held_against_the_same_round_of_the_first() -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--policies", "exact,h2o"], "expected some of"),
         (["--policies", "exact,exact"], "each once"),
         (["--policies", "fast"], "is not a valid"),
         (["--turn", "2", "--skip", "2"], "less than --turn"),
