@@ -20,7 +20,7 @@ from ambidex.runner.chosen_copy import ChosenCopy
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.step_under_way import StepUnderWay
 from ambidex.sched.scheduler import Scheduler
-from ambidex.storage.lane_clock import RunTimer
+from ambidex.storage.lane_clock import TimedRun
 from ambidex.storage.lane_thread import WorkBeside
 from ambidex.storage.step_stream import StepStream
 from ambidex.storage.words import StepFence
@@ -57,7 +57,7 @@ PLACES: Final[dict[str, tuple[type, str]]] = {
     "words": (Handover, "reset"),
     "copies": (StepStream, "start"),
     "answers": (WorkBeside, "start"),
-    "a launch": (RunTimer, "_mark"),
+    "a launch": (TimedRun, "_mark"),
     "launched": (StepFence, "mark"),
     "all copies": (StepStream, "finish"),
     "tokens": (ChosenCopy, "begin"),

@@ -34,7 +34,7 @@ from ambidex.runner.chosen_copy import ChosenCopy
 from ambidex.runner.fixed_step import FixedStep
 from ambidex.runner.runner import ModelRunner
 from ambidex.storage.copy import CopyEngine
-from ambidex.storage.lane_clock import RunTimer
+from ambidex.storage.lane_clock import TimedRun
 from ambidex.storage.step_stream import StepStream
 from ambidex.storage.words import HostWords, StepFence
 
@@ -188,17 +188,17 @@ def late_accelerator(seed: int) -> Iterator[LateAccelerator]:
         if event is not None and not event.wait(limit_s):
             raise LaneError(f"the accelerator did not end its last step within {limit_s:.0f} s: {describe()}")
 
-    def mark_time(timer: RunTimer, place: int) -> None:
+    def mark_time(run: TimedRun, place: int) -> None:
         def note() -> None:
-            timer._times[place] = time.perf_counter()
+            run._times[place] = time.perf_counter()
 
-        record(timer, place, note)
+        record(run, place, note)
 
-    def take_time(timer: RunTimer) -> float | None:
-        if not timer._is_set or not events[id(timer), 1].is_set():
+    def take_time(run: TimedRun) -> float | None:
+        if not run._is_set or not events[id(run), 1].is_set():
             return None
-        timer._is_set = False
-        return timer._times[1] - timer._times[0]
+        run._is_set = False
+        return run._times[1] - run._times[0]
 
     def compute(step: FixedStep, *args: Any) -> None:
         if threading.current_thread() is accelerator.thread:
@@ -252,12 +252,13 @@ def late_accelerator(seed: int) -> Iterator[LateAccelerator]:
         patch.setattr(ChosenCopy, "wait_here", synchronize)
         patch.setattr(StepFence, "mark", record)
         patch.setattr(StepFence, "wait", wait_fence)
+        patch.setattr(StepFence, "wait_here", synchronize)
         patch.setattr(HostWords, "wait", lambda _, word: accelerator.wait_word(word))
         for name in ("_copy", "_fetch"):
             patch.setattr(StepStream, name, on_link(getattr(StepStream, name)))
         patch.setattr(StepStream, "_send_layers", send_layers)
-        patch.setattr(RunTimer, "_mark", mark_time)
-        patch.setattr(RunTimer, "take", take_time)
+        patch.setattr(TimedRun, "_mark", mark_time)
+        patch.setattr(TimedRun, "take", take_time)
         patch.setattr(FixedStep, "compute", compute)
         patch.setattr(ModelRunner, "_finish_decode", behind(ModelRunner._finish_decode))
         patch.setattr(CopyEngine, "run", behind(CopyEngine.run))

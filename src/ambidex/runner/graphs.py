@@ -195,17 +195,25 @@ class DecodeSteps:
         say so themselves, and the next one is run once more if it is wanted then."""
         batches = self._lanes.layer_batches()
         host = self._lanes.host_answers(num_rows, batches)
-        if not self._end_last():
+        if not self._await_last():
             return None
         try:
             return self._start(replay, num_rows, host, batches)
         except LaneError as error:
             logger.warning("a step is not sent ahead: %s", error)
             return None
+        finally:
+            self._lanes.follow_last()  # the accelerator has its work by now
 
     def _end_last(self) -> bool:
         """Wait for the end of a step under way, if there is one, and take from the last step what it says of the next
-        ones; False: it failed, and so it will say to whoever waits for its tokens."""
+        ones; see `_await_last`."""
+        is_whole = self._await_last()
+        self._lanes.follow_last()
+        return is_whole
+
+    def _await_last(self) -> bool:
+        """Wait for the end of a step under way; False: it failed, as it will say to whoever waits for its tokens."""
         is_whole = True
         if self._last is not None:
             try:
@@ -213,7 +221,6 @@ class DecodeSteps:
             except Exception:  # each of its waits raises it: once is enough
                 is_whole = False
             self._last = None
-        self._lanes.follow_last()
         return is_whole
 
     def _run(self, num_rows: int) -> bool | None:
@@ -300,7 +307,7 @@ class DecodeSteps:
                 # that stand behind this step must not stand before copies that it waits for.
                 stream.finish()
             step.mark_alone()
-            self._last = StepUnderWay(work, step, watching, follow, release)
+            self._last = StepUnderWay(work, step, watching, follow, release, self._fence.wait_here)
             return self._last
         except BaseException:  # the other sides wait for what is not launched or not answered any more
             release()

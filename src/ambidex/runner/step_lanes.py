@@ -36,7 +36,7 @@ from ambidex.mlp.handover import WeightHandover
 from ambidex.mlp.split_site import WeightLanes
 from ambidex.runner.host_answers import HostAnswers
 from ambidex.storage.kv_pool import KVPool
-from ambidex.storage.lane_clock import LaneClock, RunTimer
+from ambidex.storage.lane_clock import LaneClock, RunTimer, TimedRun
 from ambidex.storage.step_stream import StepStream
 from ambidex.storage.tiled_pool import TiledKVPool
 from ambidex.storage.words import HostWords, KernelWords
@@ -104,8 +104,8 @@ class StepLanes:
         self._rates = settings.rates
         self.timer = RunTimer(pools[Tier.GPU].device)
         """Of a step that is replayed."""
-        self._ended: Callable[[float | None], None] | None = None
-        """What the last step leaves to `follow_last`, from its seconds."""
+        self._ended: tuple[Callable[[float | None], None], TimedRun] | None = None
+        """What the last step leaves to `follow_last`, from its seconds; and its time."""
         self._stream = None
         if self._dram is not None and share > 0 and settings.stream_blocks > 0:
             near = pools[Tier.GPU]
@@ -242,9 +242,10 @@ class StepLanes:
                 if self._scan_balance is not None:
                     seen = ShareSeen(cpu_last=cpu_last, asked=asked, achieved=achieved)
                     batch.scan_share = self._scan_balance.update(seen)
-                self._ended = self._rule_follows(num_keys)
+                self._ended = self._rule_follows(num_keys), self.timer.newest
             elif self._balance is not None:
-                self._ended = self._share_follows(self._balance, cpu_last, asked, achieved, num_keys)
+                ended = self._share_follows(self._balance, cpu_last, asked, achieved, num_keys)
+                self._ended = ended, self.timer.newest
 
         return follow
 
@@ -277,10 +278,11 @@ class StepLanes:
         return follow
 
     def follow_last(self) -> None:
-        """What the last step's time says about the next ones; before one of them is prepared."""
+        """What the last step's time says about those that are prepared from now on; the next one may run already."""
         ended, self._ended = self._ended, None
         if ended is not None:
-            ended(self.timer.take())
+            follow, run = ended
+            follow(run.take())
 
     @property
     def stream(self) -> StepStream | None:

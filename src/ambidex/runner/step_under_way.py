@@ -28,6 +28,7 @@ class StepUnderWay:
         watching: is closed when the step has ended.
         follow: called once it was answered.
         release: ends all waits of the step, if the CPU's part breaks off.
+        wait_here: comes back when the accelerator has come to its end.
     """
 
     def __init__(
@@ -37,12 +38,14 @@ class StepUnderWay:
         watching: ExitStack,
         follow: Callable[[], None],
         release: Callable[[], None],
+        wait_here: Callable[[], None],
     ) -> None:
         self._work = work
         self._watched = watched
         self._watching = watching
         self._follow = follow
         self._release = release
+        self._wait_here = wait_here
         self._copy: ChosenCopy | None = None
         self._error: Exception | None = None
         self.has_ended = False
@@ -51,7 +54,7 @@ class StepUnderWay:
         self.selection: SelectionFigures | None = None
 
     def end(self) -> None:
-        """Return when the lanes beside the accelerator have ended, and with tokens under way the step itself.
+        """Return when the step has ended on all its lanes, and its tokens have come if they are under way.
 
         Raises:
             LaneError: the lanes lost each other; again at each call, as is whatever else went wrong.
@@ -80,11 +83,9 @@ class StepUnderWay:
             self._release()  # the accelerator may wait for the stream lane, which waits for it
 
     def _await_accelerator(self) -> None:
-        """With tokens under way: its own part is all that is left, or a lane that has no limit of its own."""
-        if self._copy is None:
-            return
+        """Its own part is all that is left, or a lane that has no limit of its own."""
         try:
-            self._watched.wait_end(self._copy.wait_here)
+            self._watched.wait_end(self._wait_here if self._copy is None else self._copy.wait_here)
         except LaneError as error:
             self._error = self._error or error
 

@@ -70,16 +70,32 @@ class _DeviceSpan:
 
 
 class RunTimer:
-    """Times a step from its launch to its end on the accelerator, without waiting for it.
+    """Times steps from their launch to their end on the accelerator, without waiting for them.
+
+    The time of a step may be taken until the next but one is timed.
 
     Args:
         device: the accelerator.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self.newest, self._other = TimedRun(device), TimedRun(device)
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """Time what is launched inside, in the current stream: `newest` from now on."""
+        self.newest, self._other = self._other, self.newest
+        with self.newest.timing():
+            yield
+
+
+class TimedRun:
+    """One step of `RunTimer`."""
+
+    def __init__(self, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
         self._events = [
-            torch.cuda.Event(enable_timing=True) if self._is_cuda else None  # type: ignore[no-untyped-call]  # torch has no types here
+            torch.cuda.Event(enable_timing=True) if is_cuda else None  # type: ignore[no-untyped-call]  # torch has no types here
             for _ in range(2)
         ]
         self._times = [0.0, 0.0]
@@ -87,7 +103,7 @@ class RunTimer:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Time what is launched inside, in the current stream."""
+        """Time what is launched inside."""
         self._is_set = False
         self._mark(0)
         yield
@@ -95,7 +111,7 @@ class RunTimer:
         self._is_set = True
 
     def take(self) -> float | None:
-        """Seconds of the step that was timed last, once; None: there was none, or it has not ended."""
+        """Its seconds, once; None: it was not timed, or has not ended."""
         begin, end = self._events
         if not self._is_set or (end is not None and not end.query()):  # type: ignore[no-untyped-call]  # likewise
             return None

@@ -67,6 +67,11 @@ class StepFence:
             if time.monotonic() > end:
                 raise LaneError(f"the accelerator did not end its last step within {limit_s:.0f} s: {describe()}")
 
+    def wait_here(self) -> None:
+        """Return when the step has ended, however long that takes."""
+        if self._launched is not None:
+            self._launched.synchronize()
+
 
 class KernelWords:
     """Words of the current CUDA stream, by kernels (`kernels/triton/words.py`): for steps that are captured."""

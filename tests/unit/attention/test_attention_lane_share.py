@@ -20,10 +20,12 @@ class Lanes:
     """Of the keys, what the stream lane's buffer holds."""
     bias: float = 0.0
     """Seconds that a step takes without the CPU lane on top."""
+    slowness: float = 1.0
+    """By which the link takes longer than its rate says."""
 
     def seen(self, asked: float) -> ShareSeen:
         achieved = min(asked, self.room)
-        streamed_s = achieved * self.link_s
+        streamed_s = achieved * self.link_s * self.slowness
         if achieved == 1:
             step_s = max(self.products_s, streamed_s) + self.bias
             return ShareSeen(cpu_last=None, asked=asked, achieved=1.0, times=self._times(step_s))
@@ -95,6 +97,19 @@ def test_more_keys_are_shared_again() -> None:
     for _ in range(3):
         balance.update(lanes(100_000).seen(balance.share))
     assert lanes(100_000).step_s(balance.share) < lanes(100_000).best_s * 1.1, "it knows by how much the link is ahead"
+
+
+@pytest.mark.parametrize("num_keys", [2300, 2816, 3008, 3500, 5000])
+@pytest.mark.parametrize("slowness", [1.1, 1.15, 1.25])
+def test_a_link_that_is_slower_than_its_rate_does_not_keep_all_keys(num_keys: int, slowness: float) -> None:
+    """Bug: on an H200 the bounded policy's keys went on travelling, all of them, when 768 had become 3,008: by its rate
+    the link was hidden behind steps that waited for it (8.4 ms, with both lanes 7.4)."""
+    balance = LaneBalance(0.3)
+    for size, num_steps in ((768, 10), (num_keys, 48)):
+        world = lanes(size, slowness=slowness, products_s=5.3e-3, handovers_s=0.4e-3)
+        for _ in range(num_steps):
+            balance.update(world.seen(balance.share))
+    assert world.step_s(balance.share) < world.best_s * 1.06
 
 
 @pytest.mark.parametrize("room", [0.2, 0.5, 0.97])
