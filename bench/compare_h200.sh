@@ -37,7 +37,7 @@ compare() { # NAME MAX_CONTEXT_LEN FLAG…
   shift 2
   (cd "$shapes" && stage "$name" "$python" -m ambidex bench compare --report "$report" --load-format dummy --dtype bf16 \
     --num-sink-tokens 64 --recent-window 1024 --max-context-len "$longest" --max-tokens-per-step 2048 \
-    --predict 32 --rounds 1 --steps 12 --cell-timeout 120 "$@")
+    --predict 32 --rounds 1 --steps 20 --cell-timeout 120 "$@")
 }
 one="--batch 1 --budgets 1280 --max-running-requests 1"
 many="--budgets 20480 --max-running-requests 16"
@@ -51,30 +51,30 @@ all=2K,4K,8K,16K,32K
 
 # shellcheck disable=SC2086  # $one and $many are several words
 {
-  stage "peers" "$python" "$repo/bench/peers/compare.py" --report "$report" --shape llama-3.1-8b --contexts 2048,16384 \
-    --steps 24 --wait 2 --timeout 300 --scratch "$scratch" \
-    --variants gpu-ambidex-exact,gpu-transformers-offloaded,gpu-transformers-dynamic
   compare "lengths, speed" 33024 $one --only speed --models llama-3.1-8b --contexts $all --policies $full
-  compare "lengths, quality" 33024 $one --only quality --models llama-3.1-8b --contexts $all --policies $chosen
   compare "batches" 2048 $many --dram-memory 30GiB --batch 4,8,16 --only speed --models opt-13b --contexts 1920 \
     --policies exact,flexgen,moe_lightning,bounded
-  # It keeps rows beside the blocks.
-  compare "batches, hybridgen" 2048 $many --dram-memory 58GiB --batch 4,8,16 --only speed --models opt-13b --contexts 1920 \
-    --policies hybridgen
-  compare "lengths, others" 33024 $one --only speed --models llama-3.1-8b --contexts $all --policies $rows
-  compare "lengths, others, quality" 33024 $one --only quality --models llama-3.1-8b --contexts 4K,16K,32K --policies $rows
-  # These add up each prompt's probabilities, which takes four times as long at twice the length.
-  compare "lengths, adding up" 16640 $one --only speed --models llama-3.1-8b --contexts 2K,4K,8K,16K --policies $sums
-  compare "lengths, adding up, quality" 16640 $one --only quality --models llama-3.1-8b --contexts 4K,16K --policies $sums
-  compare "lengths, Qwen" 33024 $one --only speed --models qwen2.5-7b --contexts $all --policies $full,$rows
-  compare "lengths, Qwen, quality" 33024 $one --only quality --models qwen2.5-7b --contexts $all --policies $chosen
   compare "sizes" 2304 $one --only speed --models $small --contexts 2K --policies $full
   compare "sizes of OPT" 2048 $one --only speed --models $opt --contexts 1920 --policies $full
+  compare "lengths, Qwen" 33024 $one --only speed --models qwen2.5-7b --contexts $all --policies $full,$rows
+  compare "lengths, others" 33024 $one --only speed --models llama-3.1-8b --contexts $all --policies $rows
+  # These add up each prompt's probabilities, which takes four times as long at twice the length.
+  compare "lengths, adding up" 16640 $one --only speed --models llama-3.1-8b --contexts 2K,4K,8K,16K --policies $sums
   compare "sizes, others" 2304 $one --only speed --models $small --contexts 2K --policies $rows,$sums
   compare "sizes of OPT, others" 2048 $one --only speed --models $opt --contexts 1920 --policies $rows,$sums
   compare "timelines" 8448 $one --only timeline --models llama-3.1-8b --contexts 8K --policies exact,moe_lightning,hybridgen
-  compare "lengths, Qwen, adding up" 16640 $one --only speed --models qwen2.5-7b --contexts 2K,4K,8K,16K --policies $sums
+  stage "peers" "$python" "$repo/bench/peers/compare.py" --report "$report" --shape llama-3.1-8b --contexts 2048,16384 \
+    --steps 24 --wait 2 --timeout 300 --scratch "$scratch" \
+    --variants gpu-ambidex-exact,gpu-transformers-offloaded,gpu-transformers-dynamic
+  compare "lengths, quality" 33024 $one --only quality --models llama-3.1-8b --contexts $all --policies $chosen
+  compare "lengths, others, quality" 33024 $one --only quality --models llama-3.1-8b --contexts 4K,16K,32K --policies $rows
+  compare "lengths, adding up, quality" 16640 $one --only quality --models llama-3.1-8b --contexts 4K,16K --policies $sums
+  compare "lengths, Qwen, quality" 33024 $one --only quality --models qwen2.5-7b --contexts $all --policies $chosen
+  # It keeps rows beside the blocks.
+  compare "batches, hybridgen" 2048 $many --dram-memory 58GiB --batch 4,8,16 --only speed --models opt-13b --contexts 1920 \
+    --policies hybridgen
   stage "peers, half the weights" "$python" "$repo/bench/peers/compare.py" --report "$report" --shape llama-3.1-8b \
     --contexts 2048 --steps 16 --wait 2 --timeout 300 --scratch "$scratch" --variants gpu-ambidex-half-weights,gpu-accelerate
+  compare "lengths, Qwen, adding up" 16640 $one --only speed --models qwen2.5-7b --contexts 2K,4K,8K,16K --policies $sums
   compare "batches, others" 2048 $many --dram-memory 58GiB --batch 16 --only speed --models opt-13b --contexts 1920 --policies $rows,$sums
 }
