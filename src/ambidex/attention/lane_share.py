@@ -8,7 +8,8 @@ The lanes end together where `share · link_s = ahead_s + (1 − share) · dram_
 for all keys, and those that the link is ahead: products, handovers, what the CPU lane takes for no keys. The first step
 that was timed says how much that is, and so the share for any number of keys; from then on the share follows from which
 lane ends last. Where few keys lie in DRAM the link brings all of them while the accelerator multiplies: such a step
-needs no CPU lane and has none (it is *alone*), if it is the faster one, by time.
+needs no CPU lane and has none (it is *alone*), if it is the faster one, by time: both forms are tried, and of that with
+both lanes only steps count whose share has settled.
 """
 
 from collections.abc import Callable
@@ -27,15 +28,15 @@ _MOST_MIXED: Final = 0.98
 _SAME_SIZE: Final = 1 / 8
 """Relative change of the keys in DRAM from which what was learned is taken as of another size."""
 _NUM_TRIED: Final = 4
-"""Steps of one form before its time is compared with the other's."""
+"""Steps of one form that count before its time is compared with the other's."""
 _NEWEST: Final = 0.3
 """What the newest step counts in a mean."""
 _CLEARLY_HIDDEN: Final = 0.7
 """Link, by its rate, over step: below it the link is not what a step waits for. Steps that did wait for it took 1.15
 times as long as the rate says (3,008 keys of Llama-3.1-8B's shape on an H200)."""
 _SETTLED: Final = 0.03
-"""Relative step of the share below which it has turned about the best one: only then a step of both lanes is as fast as
-it can be, and may be compared."""
+"""Relative step of the share below which it has turned about the best one: only then, or where it can grow no more, a
+step of both lanes is as fast as it can be, and may be compared."""
 
 
 class LaneBalance:
@@ -93,6 +94,8 @@ def _restart(state: ShareState, seen: ShareSeen) -> ShareState:
     times = seen.times
     assert times is not None, "only steps that were timed have a size"
     share = state.share
+    if share == 1 and state.mixed_s is not None and times.link_s < _CLEARLY_HIDDEN * times.step_s:
+        return replace(state, link_s=times.link_s)  # what was found there counts here
     if state.link_s is not None and share < 1:
         dram_per_link = times.dram_s / times.link_s
         ahead_s = state.link_s * (share * (1 + dram_per_link) - dram_per_link)
@@ -101,41 +104,47 @@ def _restart(state: ShareState, seen: ShareSeen) -> ShareState:
 
 
 def _next_mixed(state: ShareState, seen: ShareSeen, cpu_last: float) -> ShareState:
-    """Behind a step of both lanes."""
+    """Behind a step of both lanes. Their steps count when the share has settled."""
     times = seen.times
     assert times is not None, "its caller has looked"
     is_short = seen.achieved < seen.asked
-    mixed_s = _mean(state.mixed_s, times.step_s)
-    state = replace(
-        state, mixed_s=mixed_s, num_steps=state.num_steps + 1, may_be_alone=state.may_be_alone and not is_short
-    )
+    state = replace(state, may_be_alone=state.may_be_alone and not is_short)
+    is_hidden = times.link_s < _CLEARLY_HIDDEN * times.step_s
+    if is_hidden and state.may_be_alone and state.mixed_s is None and state.alone_s is None:
+        return _begin_alone(state, mixed_share=_MOST_MIXED)
     if state.direction == 0 and cpu_last > 0.5:
         share = (times.step_s + seen.achieved * times.dram_s) / (times.link_s + times.dram_s)
-        if share >= 1 and state.may_be_alone:
-            return replace(state, share=1.0, direction=1, num_steps=0, mixed_share=_MOST_MIXED)
         share = min(max(share, seen.achieved, _LEAST_SHARE), _MOST_MIXED)
         return replace(state, share=share, direction=1, step=_FIRST_STEP / 2)
     base = seen.achieved * (1 + state.step) if is_short else state.share
     state = _follow(state, cpu_last, min(state.share, base), most=_MOST_MIXED)
-    is_hidden = times.link_s < _CLEARLY_HIDDEN * mixed_s
-    may_be_faster = is_hidden or (state.step <= _SETTLED and times.link_s < mixed_s)
-    if state.may_be_alone and state.num_steps >= _NUM_TRIED and may_be_faster:
-        return replace(state, share=1.0, num_steps=0, mixed_share=state.share)
+    if state.mixed_s is None and state.step > _SETTLED and state.share < _MOST_MIXED:
+        return state
+    state = replace(state, mixed_s=_mean(state.mixed_s, times.step_s), num_steps=state.num_steps + 1)
+    if not state.may_be_alone or state.num_steps < _NUM_TRIED:
+        return state
+    # The link's rate says how fast it can be at best; how fast it was, once it was tried.
+    alone_s = times.link_s if state.alone_s is None else state.alone_s
+    if state.mixed_s is not None and alone_s < state.mixed_s:
+        return _begin_alone(state, mixed_share=state.share)
     return state
+
+
+def _begin_alone(state: ShareState, *, mixed_share: float) -> ShareState:
+    return replace(state, share=1.0, alone_s=None, num_steps=0, mixed_share=mixed_share)
 
 
 def _next_alone(state: ShareState, seen: ShareSeen) -> ShareState:
     """Behind a step whose keys in DRAM have all travelled."""
     times = seen.times
     assert times is not None, "its caller has looked"
-    if state.mixed_s is None:  # the number of keys has changed meanwhile
-        if times.link_s < _CLEARLY_HIDDEN * times.step_s:
-            return state
-        return replace(state, share=_MOST_MIXED)
     alone_s = _mean(state.alone_s, times.step_s)
-    is_slower = alone_s > state.mixed_s
     state = replace(state, alone_s=alone_s, num_steps=state.num_steps + 1)
-    if state.num_steps < _NUM_TRIED or not is_slower:
+    if state.num_steps < _NUM_TRIED:
+        return state
+    if state.mixed_s is None:  # the link seemed to be hidden, or the number of keys has changed meanwhile
+        return replace(state, share=_MOST_MIXED, direction=0, step=_FIRST_STEP, num_steps=0)
+    if alone_s <= state.mixed_s:
         return state
     return replace(state, share=state.mixed_share, num_steps=0, may_be_alone=False)
 

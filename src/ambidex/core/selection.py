@@ -78,8 +78,9 @@ class ShareState:
     """Which share of the keys in DRAM the stream lane reads, the next step's size, and the last one's direction (1
     more, −1 less, 0 none yet).
 
-    What is known of about as many keys as the link needs `link_s` for: mean seconds of steps of both lanes and of those
-    where all keys travelled, how many steps the last form had, the share before it, and whether it may be had.
+    What is known of about as many keys as the link needs `link_s` for: mean seconds of steps of both lanes, since the
+    share has settled, and of those where all keys travelled; how many steps of the last form count, the share before
+    it, and whether it may be had.
     """
 
     share: float

@@ -1,6 +1,7 @@
 """`LaneBalance` over lanes whose times are worked out: it comes to the share and the form with the shortest step."""
 
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -65,14 +66,41 @@ def test_it_comes_to_the_fastest_share_within_the_steps_that_warm_up(num_keys: i
         balance.update(world.seen(balance.share))
     assert max(slow[30:]) < 0.08
     if first < 0.5:  # as it is at first by the rates: less than what the link brings during products
-        assert sorted(slow[2:12])[5] < 0.05
+        assert sorted(slow[2:20])[9] < 0.05
 
 
 def test_few_keys_all_travel_and_the_cpu_lane_is_left_out() -> None:
     balance, world = LaneBalance(0.3), lanes(768)
-    for _ in range(3):
+    shares = []
+    for _ in range(100):
         balance.update(world.seen(balance.share))
-    assert balance.share == 1
+        shares.append(balance.share)
+    assert shares[:3] == [1, 1, 1]
+    assert len([share for share in shares if share < 1]) < 10, "to see whether it is the faster form"
+    for num_keys in range(800, 1600, 100):
+        balance.update(lanes(num_keys).seen(balance.share))
+        assert balance.share == 1, "it looks no more while the link is hidden"
+
+
+@pytest.mark.parametrize("first_s", [1.0, 1.6])
+@pytest.mark.parametrize(
+    ("link_s", "dram_s", "products_s"), [(2.98, 1.58, 1.6), (7.6, 4.2, 4.4), (12.4, 6.6, 7.5), (7.2, 3.8, 5.4)]
+)
+def test_the_faster_form_is_found_though_times_vary(
+    link_s: float, dram_s: float, products_s: float, first_s: float
+) -> None:
+    """Bug: with OPT-1.3B's shape on an H200 all keys travelled for good (3.7 ms a step, with both lanes 2.9): one slow
+    first step of both lanes was what the others were held against."""
+    world = Lanes(link_s / 1e3, dram_s / 1e3, products_s=products_s / 1e3, handovers_s=0.6e-3, slowness=1.15)
+    for seed in range(30):
+        rng, balance, slow = random.Random(seed), LaneBalance(0.3), []
+        for place in range(80):
+            slow.append(world.step_s(balance.share) / world.best_s - 1)
+            seen = world.seen(balance.share)
+            assert seen.times is not None
+            step_s = seen.times.step_s * rng.gauss(1, 0.04) * (first_s if place == 0 else 1)
+            balance.update(replace(seen, times=replace(seen.times, step_s=step_s)))
+        assert sum(slow[40:]) / 40 < 0.03, seed
 
 
 @pytest.mark.parametrize("num_keys", [768, 1900])
