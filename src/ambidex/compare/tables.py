@@ -1,5 +1,6 @@
 """The figures of a comparison as rows: speeds with the quality of their context beside them."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,12 +17,14 @@ COLUMNS: Final = (
     "host memory", "GPU memory",
 )  # fmt: skip
 DASH: Final = "–"
+_QUANTILE_80: Final = 0.8416
+"""Of the standard normal distribution."""
 LEADERS: Final = (PolicyName.HYBRIDGEN, PolicyName.BOUNDED)
 """Policies whose variants are held against all others."""
 RATIO_NOTE: Final = "Times as fast as the others; in brackets, likeliest tokens equal to full attention's, own : theirs"
 FRONT_NOTE: Final = (
     "Methods than which no other is better in speed or likeliest tokens equal and as good in both, the fastest first "
-    "(speeds whose 20–80 % overlap are as good)"
+    "(speeds whose 20–80 % overlap are as good, and so are shares of so few tokens whose 20–80 % do)"
 )
 FRONT_COLUMNS: Final = ("context", "batch", "KV on accelerator", "on the front")
 FORM_NOTE: Final = (
@@ -52,6 +55,19 @@ class Entry:
     def top1_equal(self) -> float | None:
         """Share of predictions whose likeliest token is full attention's."""
         return None if self.quality is None else self.quality["agreement"]["top1_equal"]
+
+    @property
+    def top1_range(self) -> tuple[float, float]:
+        """The same, from its 20 to its 80 % quantile, by how many predictions it comes from; 0 to 0 if unmeasured.
+
+        Normal approximation with one success and one failure added (Laplace), so that 0 and 1 are not certain.
+        """
+        if self.quality is None or self.top1_equal is None:
+            return 0.0, 0.0
+        num = int(self.quality["agreement"]["num_tokens"])
+        share = (self.top1_equal * num + 1) / (num + 2)
+        width = _QUANTILE_80 * math.sqrt(share * (1 - share) / (num + 2))
+        return share - width, share + width
 
     @property
     def is_op_by_op(self) -> bool:
@@ -138,19 +154,19 @@ def find_entries(lines: Sequence[Line]) -> list[Entry]:
 def find_front(entries: Sequence[Entry]) -> list[Entry]:
     """Those of one point that none of the others beats, the fastest first.
 
-    Another one does if it is as good in speed and quality and better in one of them; speeds whose 20 to 80 % ranges
-    overlap are the same.
+    Another one does if it is as good in speed and quality and better in one of them; speeds and qualities whose 20 to
+    80 % ranges overlap are the same.
     """
     known = sorted((entry for entry in entries if entry.top1_equal is not None), key=lambda entry: entry.step_ms)
     return [entry for entry in known if not any(_beats(other, entry) for other in known)]
 
 
 def _beats(one: Entry, other: Entry) -> bool:
-    quality, others = one.top1_equal or 0.0, other.top1_equal or 0.0
+    (low, high), (other_low, other_high) = one.top1_range, other.top1_range
     ours, theirs = one.speed["step_s"], other.speed["step_s"]
-    if quality > others:
-        return bool(ours["q20"] <= theirs["q80"])
-    return bool(quality == others and ours["q80"] < theirs["q20"])
+    is_better, is_worse = low > other_high, high < other_low
+    is_faster, is_slower = ours["q80"] < theirs["q20"], ours["q20"] > theirs["q80"]
+    return bool((is_better and not is_slower) or (is_faster and not is_worse))
 
 
 def find_fronts(entries: Sequence[Entry]) -> list[list[str]]:

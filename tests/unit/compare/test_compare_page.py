@@ -38,10 +38,11 @@ def speed(variant: str, context: int, batch: int, seconds: float, *, busy: float
     return {"cell": cell, "status": "done", "figures": figures, **OPENING}
 
 
-def quality(variant: str, context: int, top1: float) -> dict[str, Any]:
+def quality(variant: str, context: int, top1: float, num_tokens: int = 10_000) -> dict[str, Any]:
     cell = {"kind": "quality", "engine": "ambidex", "model": "m", "variant": variant, "context": context, "batch": None,
             "kv_gpu_tokens": None, "settings": {}}  # fmt: skip
-    agreement = {"top1_equal": top1, "mean_kl": 0.02, "perplexity": 10.5, "exact_perplexity": 10.0}
+    agreement = {"num_tokens": num_tokens, "top1_equal": top1, "mean_kl": 0.02, "perplexity": 10.5,
+                 "exact_perplexity": 10.0}  # fmt: skip
     figures = {"agreement": agreement, "secrets": {"found": 0.5, "exact_found": 1.0}}
     return {"cell": cell, "status": "done", "figures": figures, **OPENING}
 
@@ -130,6 +131,18 @@ def test_front_tells_no_speeds_apart_that_overlap() -> None:
     assert [entry.name for entry in find_front(find_entries(lines))] == ["a", "b"]
     better = [*lines[:4], quality("a", 1, 0.9), quality("b", 1, 0.95), quality("c", 1, 0.9), quality("d", 1, 0.99)]
     assert [entry.name for entry in find_front(find_entries(better))] == ["b", "d"]
+
+
+def test_front_tells_no_qualities_apart_that_few_tokens_leave_open() -> None:
+    """Bug: one token of 32 that random weights rounded otherwise put a method behind another of the same steps."""
+    speeds = [speed("exact", 1, 1, 0.05), speed("bounded", 1, 1, 0.04), speed("h2o", 1, 1, 0.03)]
+    few = [quality("exact", 1, 27 / 32, 32), quality("bounded", 1, 25 / 32, 32), quality("h2o", 1, 0.0, 32)]
+    assert [entry.name for entry in find_front(find_entries([*speeds, *few]))] == ["h2o", "bounded"]
+    many = [quality("exact", 1, 0.85), quality("bounded", 1, 0.8), quality("h2o", 1, 0.0)]
+    assert [entry.name for entry in find_front(find_entries([*speeds, *many]))] == ["h2o", "bounded", "exact"]
+    same = [speed("exact", 1, 1, 0.05), speed("bounded", 1, 1, 0.05), speed("quest", 1, 1, 0.04)]
+    few = [quality("exact", 1, 1.0, 32), quality("bounded", 1, 31 / 32, 32), quality("quest", 1, 31 / 32, 32)]
+    assert [entry.name for entry in find_front(find_entries([*same, *few]))] == ["quest"]
 
 
 def test_steps_computed_op_by_op_are_told_from_recorded_ones() -> None:
