@@ -597,7 +597,8 @@ def add_sums(
     Raises:
         ShapeError: shapes do not fit.
         InternalError: there is nothing but the reference, and it cannot read the device's memory.
-    Cost: reads the scores of attended keys once, with noise twice, and moves sums and flags once; one launch.
+    Cost: reads the scores of attended keys once, with noise twice, and moves sums and flags once; two launches, with
+        noise three.
     """
     check_shapes(
         scores=(scores, "n"), lse=(lse, "B Hq"), num_attended=(num_attended, "B Hkv"), near_num=(rows.near_num, "B"),

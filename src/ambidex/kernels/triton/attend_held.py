@@ -7,10 +7,9 @@ they get of it.
                   the step's own key is held, too; of the held ones before `drop_end` the one with the least sum is not
     attend_windows   s_j = q' · k_j · scale of the first keys, q · k_j · scale of the newest and of near ones
 
-Only attended keys have scores. A program of `add_sums` goes over the keys of a KV head: with noise once for the largest
-number and the sum of its softmax, once for the sums, and once for the flags, when it is known which key is dropped.
-Noise: see `kernels/noise.py`. As in `attend_early` launches depend on
-shapes alone, so that a CUDA graph may hold them.
+Only attended keys have scores. The programs of `add_sums` share the keys of a KV head: with noise they go over them
+once for the largest number and the sum of its softmax, then for sums and flags; at last one looks which key is dropped.
+Noise: see `kernels/noise.py`. As in `attend_early` launches depend on shapes alone: a CUDA graph may hold them.
 """
 
 from typing import Final
@@ -23,9 +22,11 @@ from torch import Tensor
 from ambidex.kernels.early_rows import EarlyRows, SumRows, SumRule, WindowRows
 from ambidex.kernels.noise import seed_words
 from ambidex.kernels.triton.attend_early import launch_attention
+from ambidex.kernels.triton.attend_paged import _num_multiprocessors, choose_num_splits
+from ambidex.kernels.triton.near_and_far import split_tiles
 
-_SUMMED_KEYS: Final = 1024
-"""Keys of a tile whose sums grow: with a group of 4 and 256 threads, 16 scores of each thread."""
+_SUMMED_KEYS: Final = 512
+"""Keys of a tile whose sums grow: with a group of 4 and 128 threads, 16 scores of each thread."""
 
 
 @triton.jit
@@ -69,21 +70,64 @@ def _weigh_tile(
 
 
 @triton.jit(do_not_specialize=["layer_idx", "noise_low", "noise_high"])
-def _add_kernel(
-    scores_ptr, lse_ptr, score_first_ptr, near_num_ptr, far_num_ptr, capacity_ptr, sums_from_ptr, sums_to_ptr,
-    held_from_ptr, held_to_ptr, recent_first_ptr, drop_end_ptr, tau_ptr, num_attended_ptr, layer_idx, noise_low,
-    noise_high,
+def _noisy_kernel(
+    scores_ptr, score_first_ptr, near_num_ptr, far_num_ptr, capacity_ptr, held_from_ptr, recent_first_ptr, tau_ptr,
+    tops_ptr, totals_ptr, layer_idx, noise_low, noise_high,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-    IS_NOISY: tl.constexpr, DROPS_FIRST: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    kv_head = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1).to(tl.int64)
-    num_attended_ptr += row * NUM_KV_HEADS + kv_head
-    if tl.load(near_num_ptr + row) == 0:
-        tl.store(num_attended_ptr, 0)
+    """Of a split: the largest number of the noisy softmax of each query head, and the sum of what it is to."""
+    split = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(2).to(tl.int64)
+    num_far = tl.load(far_num_ptr + row).to(tl.int32)
+    tile_begin, tile_end = split_tiles(num_far + 1, split, BLOCK, NUM_SPLITS)
+    heads = tl.arange(0, GROUP_BLOCK)
+    is_head = heads < GROUP
+    q_heads = kv_head.to(tl.int32) * GROUP + heads
+    top = tl.full([GROUP_BLOCK], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([GROUP_BLOCK], dtype=tl.float32)
+    if (tl.load(near_num_ptr + row) > 0) & (tile_begin < tile_end):
+        recent_first = tl.load(recent_first_ptr + row).to(tl.int32)
+        first_row = (layer_idx * NUM_KV_HEADS + kv_head) * tl.load(capacity_ptr + row)
+        held_from = tl.load(held_from_ptr + row).to(tl.pointer_type(tl.uint8)) + first_row
+        tau = tl.load(tau_ptr + row).to(tl.int32).to(tl.float32, bitcast=True)
+        scores_ptr += tl.load(score_first_ptr + row) + kv_head * GROUP * (num_far + 1)
+        for tile in range(tile_begin, tile_end):
+            _, _, _, x = _weigh_tile(
+                scores_ptr, held_from, tile, num_far, recent_first, num_far, q_heads, is_head, noise_low, noise_high,
+                tau, GROUP_BLOCK, BLOCK, True,
+            )  # fmt: skip
+            new_top = tl.maximum(top, tl.max(x, axis=1))
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key has been attended yet
+            total = total * tl.exp(top - base) + tl.sum(tl.exp(x - base[:, None]), axis=1)
+            top = new_top
+    places = (row * NUM_KV_HEADS * GROUP + q_heads) * NUM_SPLITS + split
+    tl.store(tops_ptr + places, top, mask=is_head)
+    tl.store(totals_ptr + places, total, mask=is_head)
+
+
+@triton.jit(do_not_specialize=["layer_idx", "noise_low", "noise_high"])
+def _add_kernel(
+    scores_ptr, lse_ptr, tops_ptr, totals_ptr, score_first_ptr, near_num_ptr, far_num_ptr, capacity_ptr, sums_from_ptr,
+    sums_to_ptr, held_from_ptr, held_to_ptr, recent_first_ptr, drop_end_ptr, tau_ptr, least_ptr, places_ptr,
+    counts_ptr, layer_idx, noise_low, noise_high,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, IS_NOISY: tl.constexpr, DROPS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Of a split: its sums and flags, the key that may go with the least sum (−1: none), and the keys attended."""
+    split = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(2).to(tl.int64)
+    part = (row * NUM_KV_HEADS + kv_head) * NUM_SPLITS + split
+    num_far = tl.load(far_num_ptr + row).to(tl.int32)
+    tile_begin, tile_end = split_tiles(num_far + 1, split, BLOCK, NUM_SPLITS)
+    if (tl.load(near_num_ptr + row) == 0) | (tile_begin >= tile_end):
+        tl.store(least_ptr + part, float("inf"))
+        tl.store(places_ptr + part, -1)
+        tl.store(counts_ptr + part, 0)
         return
 
-    num_far = tl.load(far_num_ptr + row).to(tl.int32)
     recent_first = tl.load(recent_first_ptr + row).to(tl.int32)
     drop_end = tl.load(drop_end_ptr + row).to(tl.int32)
     first_row = (layer_idx * NUM_KV_HEADS + kv_head) * tl.load(capacity_ptr + row)
@@ -96,30 +140,24 @@ def _add_kernel(
     heads = tl.arange(0, GROUP_BLOCK)
     is_head = heads < GROUP
     q_heads = kv_head.to(tl.int32) * GROUP + heads
-    num_tiles = tl.cdiv(num_far + 1, BLOCK)
+    all_heads = row * NUM_KV_HEADS * GROUP + q_heads
 
     if IS_NOISY:
-        top = tl.full([GROUP_BLOCK], float("-inf"), dtype=tl.float32)
-        total = tl.zeros([GROUP_BLOCK], dtype=tl.float32)
-        for tile in range(0, num_tiles):
-            _, _, _, x = _weigh_tile(
-                scores_ptr, held_from, tile, num_far, recent_first, num_far, q_heads, is_head, noise_low, noise_high,
-                tau, GROUP_BLOCK, BLOCK, IS_NOISY,
-            )  # fmt: skip
-            new_top = tl.maximum(top, tl.max(x, axis=1))
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key has been attended yet
-            total = total * tl.exp(top - base) + tl.sum(tl.exp(x - base[:, None]), axis=1)
-            top = new_top
-        top = tl.where(is_head, top, 0.0)
-        total = tl.where(is_head, total, 1.0)
+        splits = tl.arange(0, SPLIT_BLOCK)
+        is_split = is_head[:, None] & (splits < NUM_SPLITS)[None, :]
+        of_splits = all_heads[:, None] * NUM_SPLITS + splits[None, :]
+        tops = tl.load(tops_ptr + of_splits, mask=is_split, other=float("-inf"))
+        totals = tl.load(totals_ptr + of_splits, mask=is_split, other=0.0)
+        top = tl.where(is_head, tl.max(tops, axis=1), 0.0)  # the step's own key is always attended
+        total = tl.where(is_head, tl.sum(totals * tl.exp(tops - top[:, None]), axis=1), 1.0)
     else:
-        top = tl.load(lse_ptr + row * NUM_KV_HEADS * GROUP + q_heads, mask=is_head, other=0.0)
+        top = tl.load(lse_ptr + all_heads, mask=is_head, other=0.0)
         total = tl.full([GROUP_BLOCK], 1.0, dtype=tl.float32)
 
     least = tl.full([BLOCK], float("inf"), dtype=tl.float32)  # of the tiles before, of each lane
     places = tl.full([BLOCK], -1, dtype=tl.int32)
     num_attended = tl.zeros([BLOCK], dtype=tl.int32)
-    for tile in range(0, num_tiles):
+    for tile in range(tile_begin, tile_end):
         keys, is_held, is_attended, x = _weigh_tile(
             scores_ptr, held_from, tile, num_far, recent_first, num_far, q_heads, is_head, noise_low, noise_high, tau,
             GROUP_BLOCK, BLOCK, IS_NOISY,
@@ -127,22 +165,51 @@ def _add_kernel(
         sums = tl.load(sums_from + keys, mask=keys < num_far, other=0.0)
         sums += tl.sum(tl.exp(x - top[:, None]) / total[:, None], axis=0)
         tl.store(sums_to + keys, sums, mask=keys <= num_far)
+        is_now = is_held | (keys == num_far)
+        tl.store(held_to + keys, is_now.to(tl.uint8), mask=keys <= num_far)
         num_attended += (is_attended & (keys < num_far)).to(tl.int32)
-        may_go = (is_held | (keys == num_far)) & (keys < drop_end)
+        may_go = is_now & (keys < drop_end)
         is_less = may_go & ((sums < least) if DROPS_FIRST else (sums <= least))
         least = tl.where(is_less, sums, least)
         places = tl.where(is_less, keys, places)
-    tl.store(num_attended_ptr, tl.sum(num_attended, axis=0))
+    place = _find_least(least, places, DROPS_FIRST)
+    tl.store(least_ptr + part, tl.min(least, axis=0))
+    tl.store(places_ptr + part, place)
+    tl.store(counts_ptr + part, tl.sum(num_attended, axis=0))
 
+
+@triton.jit
+def _find_least(least, places, DROPS_FIRST: tl.constexpr):
+    """Of some places, −1 being none, the first or the last of those with the least sum; −1: there is none."""
     is_least = (places >= 0) & (least == tl.min(least, axis=0))
     if DROPS_FIRST:
-        dropped = tl.min(tl.where(is_least, places, 0x7FFFFFFF), axis=0)
+        first = tl.min(tl.where(is_least, places, 0x7FFFFFFF), axis=0)
+        found = tl.where(first == 0x7FFFFFFF, -1, first)
     else:
-        dropped = tl.max(tl.where(is_least, places, -1), axis=0)
-    for tile in range(0, num_tiles):
-        keys = tile * BLOCK + tl.arange(0, BLOCK)
-        held = tl.load(held_from + keys, mask=keys < num_far, other=1)
-        tl.store(held_to + keys, tl.where(keys == dropped, 0, held), mask=keys <= num_far)
+        found = tl.max(tl.where(is_least, places, -1), axis=0)
+    return found
+
+
+@triton.jit(do_not_specialize=["layer_idx"])
+def _drop_kernel(
+    near_num_ptr, capacity_ptr, held_to_ptr, least_ptr, places_ptr, counts_ptr, num_attended_ptr, layer_idx,
+    NUM_KV_HEADS: tl.constexpr, NUM_SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, DROPS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Of a KV head: the key with the least sum of all splits is held no more."""
+    kv_head = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
+    head = row * NUM_KV_HEADS + kv_head
+    splits = tl.arange(0, SPLIT_BLOCK)
+    is_split = splits < NUM_SPLITS
+    parts = head * NUM_SPLITS + splits
+    counts = tl.load(counts_ptr + parts, mask=is_split, other=0)
+    tl.store(num_attended_ptr + head, tl.sum(counts, axis=0))
+    least = tl.load(least_ptr + parts, mask=is_split, other=float("inf"))
+    dropped = _find_least(least, tl.load(places_ptr + parts, mask=is_split, other=-1), DROPS_FIRST)
+    if (tl.load(near_num_ptr + row) > 0) & (dropped >= 0):
+        first_row = (layer_idx * NUM_KV_HEADS + kv_head) * tl.load(capacity_ptr + row)
+        held_to = tl.load(held_to_ptr + row).to(tl.pointer_type(tl.uint8)) + first_row
+        tl.store(held_to + dropped, 0)
 
 
 def attend_held(
@@ -177,9 +244,27 @@ def add_sums(
     num_rows, num_kv_heads = num_attended.shape
     group = lse.shape[1] // num_kv_heads
     low, high = seed_words(rule.noise_seed) if rule.noise_seed is not None else (0, 0)
-    _add_kernel[(num_kv_heads, num_rows)](
-        scores, lse, rows.score_first, rows.near_num, rows.far_num, rows.capacity, held.sums_from, held.sums_to,
-        held.held_from, held.held_to, held.recent_first, held.drop_end, held.tau, num_attended, layer_idx, low, high,
-        NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_BLOCK=triton.next_power_of_2(group), BLOCK=_SUMMED_KEYS,
-        IS_NOISY=rule.noise_seed is not None, DROPS_FIRST=rule.drops_first, num_warps=8,
+    num_splits = choose_num_splits(num_rows * num_kv_heads, _num_multiprocessors(scores.device))
+    split_block = triton.next_power_of_2(num_splits)
+    grid = (num_splits, num_kv_heads, num_rows)
+    tops = totals = lse
+    sizes = {"NUM_KV_HEADS": num_kv_heads, "NUM_SPLITS": num_splits}
+    tiles = {"GROUP": group, "GROUP_BLOCK": triton.next_power_of_2(group), "BLOCK": _SUMMED_KEYS, "num_warps": 4}
+    if rule.noise_seed is not None:
+        tops, totals = torch.empty((2, num_rows, lse.shape[1], num_splits), dtype=torch.float32, device=scores.device)
+        _noisy_kernel[grid](
+            scores, rows.score_first, rows.near_num, rows.far_num, rows.capacity, held.held_from, held.recent_first,
+            held.tau, tops, totals, layer_idx, low, high, **sizes, **tiles,
+        )  # fmt: skip
+    least = torch.empty((num_rows, num_kv_heads, num_splits), dtype=torch.float32, device=scores.device)
+    places, counts = torch.empty((2, *least.shape), dtype=torch.int32, device=scores.device)
+    _add_kernel[grid](
+        scores, lse, tops, totals, rows.score_first, rows.near_num, rows.far_num, rows.capacity, held.sums_from,
+        held.sums_to, held.held_from, held.held_to, held.recent_first, held.drop_end, held.tau, least, places, counts,
+        layer_idx, low, high, **sizes, **tiles,
+        SPLIT_BLOCK=split_block, IS_NOISY=rule.noise_seed is not None, DROPS_FIRST=rule.drops_first,
+    )  # fmt: skip
+    _drop_kernel[num_kv_heads, num_rows](
+        rows.near_num, rows.capacity, held.held_to, least, places, counts, num_attended, layer_idx, **sizes,
+        SPLIT_BLOCK=split_block, DROPS_FIRST=rule.drops_first, num_warps=1,
     )  # fmt: skip
