@@ -39,6 +39,10 @@ compare() { # NAME MAX_CONTEXT_LEN FLAG…
     --num-sink-tokens 64 --recent-window 1024 --max-context-len "$longest" --max-tokens-per-step 2048 \
     --predict 32 --rounds 1 --steps 20 --cell-timeout 120 "$@")
 }
+turns() { # SHAPE POINTS: those that read all KV, and bounded
+  stage "turns, $1" "$python" "$repo/bench/decode_turns.py" --shape "$1" --points "$2" --score-spread 4.5 \
+    --policies exact,flexgen,moe_lightning,bounded --output "$report/turns.jsonl" > /dev/null
+}
 one="--batch 1 --budgets 1280 --max-running-requests 1"
 many="--budgets 20480 --max-running-requests 16"
 full=exact,flexgen,moe_lightning,bounded,hybridgen
@@ -63,6 +67,12 @@ all=2K,4K,8K,16K,32K
   compare "sizes, others" 2304 $one --only speed --models $small --contexts 2K --policies $rows,$sums
   compare "sizes of OPT, others" 2048 $one --only speed --models $opt --contexts 1920 --policies $rows,$sums
   compare "timelines" 8448 $one --only timeline --models llama-3.1-8b --contexts 8K --policies exact,moe_lightning,hybridgen
+  # Of those whose steps differ by little: in the same minutes. The report does not know of it.
+  for shape in opt-1.3b opt-2.7b opt-6.7b opt-13b llama-3.2-1b llama-3.2-3b qwen2.5-1.5b qwen2.5-14b; do
+    turns $shape 1x1856
+  done
+  turns llama-3.1-8b 1x2048,1x4096,1x8192,1x16384,1x32768
+  turns qwen2.5-7b 1x2048,1x4096,1x8192,1x16384,1x32768
   stage "peers" "$python" "$repo/bench/peers/compare.py" --report "$report" --shape llama-3.1-8b --contexts 2048,16384 \
     --steps 24 --wait 2 --timeout 300 --scratch "$scratch" \
     --variants gpu-ambidex-exact,gpu-transformers-offloaded,gpu-transformers-dynamic

@@ -45,44 +45,23 @@ from harness import (
     read_bandwidth,
     significant,
 )
+from peers import shapes
 
 SHAPES: Final[Mapping[str, Mapping[str, object]]] = {
+    **shapes.SHAPES,
     "llama-3.1-8b": {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 500000.0,
         "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                          "original_max_position_embeddings": 8192},
     },
-    "llama-3.2-1b": {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 500000.0,
-        "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                         "original_max_position_embeddings": 8192}, "tie_word_embeddings": True,
-    },
     "qwen2.5-7b": {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
+        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
         "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
         "max_position_embeddings": 1048576, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
     },
-    "qwen2.5-14b": {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 5120, "intermediate_size": 13824,
-        "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064,
-        "max_position_embeddings": 131072, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
-    },
-    "opt-6.7b": {
-        "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 4096, "ffn_dim": 16384,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 50272, "max_position_embeddings": 2048,
-        "word_embed_proj_dim": 4096, "do_layer_norm_before": True, "activation_function": "relu",
-        "tie_word_embeddings": True,
-    },
-    "opt-13b": {
-        "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 5120, "ffn_dim": 20480,
-        "num_hidden_layers": 40, "num_attention_heads": 40, "vocab_size": 50272, "max_position_embeddings": 2048,
-        "word_embed_proj_dim": 5120, "do_layer_norm_before": True, "activation_function": "relu",
-        "tie_word_embeddings": True,
-    },
     "opt-30b": {
-        "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 7168, "ffn_dim": 28672,
+        "model_type": "opt", "hidden_size": 7168, "ffn_dim": 28672,
         "num_hidden_layers": 48, "num_attention_heads": 56, "vocab_size": 50272, "max_position_embeddings": 2048,
         "word_embed_proj_dim": 7168, "do_layer_norm_before": True, "activation_function": "relu",
         "tie_word_embeddings": True,
@@ -92,7 +71,7 @@ SHAPES: Final[Mapping[str, Mapping[str, object]]] = {
         "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 4096, "rope_theta": 10000.0,
     },
     "tiny-opt": {
-        "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 512, "ffn_dim": 4096,
+        "model_type": "opt", "hidden_size": 512, "ffn_dim": 4096,
         "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 512, "max_position_embeddings": 2048,
         "word_embed_proj_dim": 512, "do_layer_norm_before": True, "activation_function": "relu",
         "tie_word_embeddings": True,
@@ -102,7 +81,13 @@ SHAPES: Final[Mapping[str, Mapping[str, object]]] = {
         "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096, "rope_theta": 10000.0,
     },
 }  # fmt: skip
-"""Name → what its config.json says, beside what all of them share."""
+"""Name → what its config.json says, beside what all of them share: those of the peers, and others."""
+ARCHITECTURES: Final[Mapping[object, str]] = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "opt": "OPTForCausalLM",
+}
+"""Of a model type."""
 NUM_PROFILED_STEPS: Final = 5
 NUM_KERNELS: Final = 14
 """Kernels that a profile lists; the rest is summed up."""
@@ -238,7 +223,8 @@ def parse_options() -> Options:
 
 def make_model_folder(folder: Path, shape: str) -> None:
     """A config.json of the shape and the smallest tokenizer that loads: no text is read or written here."""
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+    family = SHAPES[shape].get("model_type", "llama")
+    config = {"architectures": [ARCHITECTURES[family]], "model_type": "llama", "hidden_act": "silu",
               "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
               "bos_token_id": 1, "eos_token_id": 2, **SHAPES[shape]}  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
