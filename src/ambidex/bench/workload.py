@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import torch
+
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError, RequestFailedError
 from ambidex.core.ids import Lane
@@ -23,6 +25,12 @@ MOST_WARMUP_STEPS: Final = 48
 """How many at most, while lanes still look for their shares (`attention/lane_share.py`)."""
 _MOST_WARMUP_S: Final = 3.0
 """Seconds after which no more steps are taken than must be; the first ones, with their captures, take a third of it."""
+_LONG_STEP_S: Final = 0.3
+"""A step that takes longer has compiled kernels meanwhile, and a GPU that idles lowers its clocks."""
+_WAKE_S: Final = 0.3
+"""For which it is kept busy then. Seen on an H200: steps of the engine that compiled a shape's kernels took 1.03 to
+1.09 times as long as the same steps of engines behind it."""
+_WAKE_BYTES: Final = 64 * 2**20
 _NUM_ALIKE: Final = 8
 """Steps of about the same shares after which these have been found."""
 _ALIKE: Final = 0.04
@@ -154,11 +162,16 @@ def warm_up(engine: Engine, step: Callable[[], None]) -> int:
         step: one decode step; is called `most_warmup_steps` times at most.
     """
     most = most_warmup_steps(engine)
-    began = time.perf_counter()
+    began, longest = time.perf_counter(), 0.0
     shares: deque[float] = deque(maxlen=_NUM_ALIKE)
     before = dict(engine.stats.lane_bytes)
     for num_steps in range(1, most + 1):
+        start = time.perf_counter()
         step()
+        longest = max(longest, time.perf_counter() - start)
+        if num_steps == NUM_WARMUP_STEPS - 1 and longest > _LONG_STEP_S:
+            _wake(engine.figures.device)
+            began = time.perf_counter()
         read = {lane: size - before.get(lane, 0) for lane, size in engine.stats.lane_bytes.items()}
         before = dict(engine.stats.lane_bytes)
         streamed = read.get(Lane.STREAM, 0)
@@ -168,6 +181,17 @@ def warm_up(engine: Engine, step: Callable[[], None]) -> int:
         if num_steps >= NUM_WARMUP_STEPS and (are_found or is_long or not any(shares)):
             return num_steps
     return most
+
+
+def _wake(device: str) -> None:
+    """Keep a GPU busy until its clocks are those of steps that follow each other."""
+    if not device.startswith("cuda"):
+        return
+    numbers = torch.zeros(_WAKE_BYTES, dtype=torch.uint8, device=device)
+    start = time.perf_counter()
+    while time.perf_counter() - start < _WAKE_S:
+        numbers.add_(1)
+        torch.cuda.synchronize(numbers.device)
 
 
 def end(engine: Engine, requests: Sequence[Request]) -> None:

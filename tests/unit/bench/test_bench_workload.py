@@ -62,6 +62,29 @@ def test_share_that_is_never_found_ends_at_the_most():
 
 
 def test_long_steps_are_few(monkeypatch: pytest.MonkeyPatch):
-    clock = iter(range(0, 1000, 1))
+    clock, woken = iter(range(0, 1000, 1)), []
     monkeypatch.setattr(workload.time, "perf_counter", lambda: float(next(clock)))
-    assert count_steps(cycle((0.9, 0.1))) == NUM_WARMUP_STEPS
+    monkeypatch.setattr(workload, "_wake", woken.append)
+    assert count_steps(cycle((0.9, 0.1))) <= NUM_WARMUP_STEPS + 1
+    assert woken == ["cuda:0"]
+
+
+def test_what_was_compiled_counts_for_no_time_and_the_device_is_woken(monkeypatch: pytest.MonkeyPatch):
+    """Bug: seconds of a compiler ended the search for shares, and a GPU that had idled meanwhile was measured slow."""
+    now, woken, num_steps = 0.0, [], 0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.001
+        return now
+
+    def shares() -> Iterator[float]:
+        nonlocal now, num_steps
+        for num_steps in range(1, 100):
+            now += 5.0 if num_steps == 1 else 0.005
+            yield 0.9 * 0.95**num_steps
+
+    monkeypatch.setattr(workload.time, "perf_counter", clock)
+    monkeypatch.setattr(workload, "_wake", lambda device: woken.append((device, num_steps)))
+    assert count_steps(shares()) == MOST_WARMUP_STEPS
+    assert woken == [("cuda:0", NUM_WARMUP_STEPS - 1)]
