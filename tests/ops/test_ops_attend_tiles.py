@@ -19,6 +19,15 @@ SIZES = [  # Hq, Hkv, D, P, number of keys of each request
     (4, 4, 128, 16, (16, 37)),
     (7, 1, 32, 32, (130, 2)),
     (6, 2, 50, 96, (96, 97)),
+    (4, 4, 80, 64, (200, 0, 64)),  # rows of 3 chunks of 32 dims, the last of which is half padding
+    (6, 2, 96, 32, (33, 1)),
+    (7, 1, 112, 16, (16, 37)),
+    (4, 2, 160, 64, (130, 2)),  # 5 chunks
+    (3, 3, 192, 96, (96, 97)),  # 3 of 64 dims
+    (8, 1, 192, 64, (5, 129)),
+    (2, 1, 200, 16, (35,)),  # 7, the last of which has 8 dims
+    (4, 2, 256, 64, (70, 64)),
+    (2, 1, 300, 64, (65, 32)),  # tiles of half as many keys
 ]
 
 
@@ -64,6 +73,6 @@ def test_attend_tiles_refuses_numbers_that_it_has_no_tiles_for() -> None:
     table, num_keys = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     with pytest.raises(ShapeError, match="expected 16-bit numbers"):
         api.attend_tiles(q, pool, pool, table, num_keys, scale=1.0)
-    q, pool = torch.zeros(1, 2, 80, dtype=torch.float16), torch.zeros(1, 1, 16, 96, dtype=torch.float16)
-    with pytest.raises(ShapeError, match="power of 2"):
+    q, pool = torch.zeros(1, 2, 80, dtype=torch.float16), torch.zeros(1, 1, 16, 128, dtype=torch.float16)
+    with pytest.raises(ShapeError, match=r"rows padded to 96, .* got torch\.float16, 128"):
         api.attend_tiles(q, pool, pool, table, num_keys, scale=1.0)

@@ -154,7 +154,7 @@ def attend_tiles(
     Returns:
         out [B, Hq, D] fp32; lse [B, Hq] fp32, natural log.
     Raises:
-        ShapeError: shapes, dtypes or devices do not fit, or the padded D is no power of 2.
+        ShapeError: shapes, dtypes or devices do not fit.
     Cost: reads K and V of the blocks once. The launches depend on shapes alone, as those of `attend_paged` do.
     """
     check_shapes(
@@ -164,11 +164,12 @@ def attend_tiles(
     check_alike(q=q, k_pool=k_pool, v_pool=v_pool)
     check_alike(block_table=block_table, num_keys=num_keys)
     _check_pools(k_pool, v_pool)
-    dim = k_pool.shape[3]
-    if q.element_size() != 2 or dim & (dim - 1) or k_pool.shape[2] % 16 or q.shape[1] % k_pool.shape[0]:
+    num_kv_heads, _, block_size, row_size = k_pool.shape
+    padded = kv_tiles.padded_dim(q.shape[2])
+    if q.element_size() != 2 or row_size != padded or block_size % 16 or q.shape[1] % num_kv_heads:
         raise ShapeError(
-            f"attend_tiles: expected 16-bit numbers, rows padded to a power of 2, blocks of n · 16 tokens and "
-            f"whole groups, got {q.dtype}, {dim}, {k_pool.shape[2]} and {q.shape[1]} heads on {k_pool.shape[0]}"
+            f"attend_tiles: expected 16-bit numbers, rows padded to {padded}, blocks of n · 16 tokens and whole "
+            f"groups, got {q.dtype}, {row_size}, {block_size} and {q.shape[1]} heads on {num_kv_heads}"
         )
     if choose("attend_tiles", q.device.type).name == "triton":
         from ambidex.kernels.triton import attend_tiles as triton_tiles
