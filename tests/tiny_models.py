@@ -83,6 +83,7 @@ VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "qwen3": {"model_type": "qwen3", **_LLAMA_LIKE, "head_dim": 24},
     "opt": dict(_OPT),
     "opt_350m": {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 24},
+    "opt_2_7b": {**_OPT, "hidden_size": 160, "num_attention_heads": 2},  # heads of 80 dims: rows of 96 in tile order
     "falcon_7b": dict(_FALCON),
     "falcon_11b": {
         **_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1,

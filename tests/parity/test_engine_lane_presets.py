@@ -24,7 +24,7 @@ from ambidex.runner.decode import DecodeForm
 from tiny_engine import make_engine_folder
 
 NAMES = list(LANE_PRESETS)
-FAMILIES = ("llama", "opt", "qwen3", "falcon_7b")
+FAMILIES = ("llama", "opt", "opt_2_7b", "qwen3", "falcon_7b")
 RING = RingSizes(chunk_bytes=9000, num_slots=2)
 PARAMS = SamplingParams(max_output_tokens=NUM_OUTPUT, temperature=0.0, ignore_eos=True)
 
@@ -99,11 +99,12 @@ def test_keys_in_integers_are_attended_as_full_attention_over_them(name: str, kv
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4", "k=int8,v=int4"])
 @pytest.mark.parametrize("dtype", [DTypeChoice.FP16, DTypeChoice.FP32])
+@pytest.mark.parametrize("variant", ["llama", "opt_2_7b"])
 def test_flexgen_on_a_gpu_moves_keys_in_integers_over_the_link(
-    dtype: DTypeChoice, kv_dtype: str, tmp_path: Path
+    variant: str, dtype: DTypeChoice, kv_dtype: str, tmp_path: Path
 ) -> None:
     """FlexGen's KV in few bits. The rounding of the rows is the same whoever reads them."""
-    folder = make_engine_folder(tmp_path, "llama")
+    folder = make_engine_folder(tmp_path, variant)
     own: dict[str, Any] = {"device": DeviceKind.CUDA, "dtype": dtype, "kv_dtype": kv_dtype, "num_sink_tokens": 0}
     params = replace(PARAMS, logprobs=MAX_LOGPROBS)
     wanted = run_whole(build(folder, "exact", stream_percent=0, recent_window=0, **own), params)
@@ -209,9 +210,12 @@ def test_answers_share_a_prefix_cache(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["llama", "opt_2_7b"])
 @pytest.mark.parametrize("name", NAMES)
-def test_on_a_gpu_the_lane_that_the_method_names_reads_all_keys_in_dram(name: str, tmp_path: Path) -> None:
-    folder = make_engine_folder(tmp_path, "llama")
+def test_on_a_gpu_the_lane_that_the_method_names_reads_all_keys_in_dram(
+    name: str, variant: str, tmp_path: Path
+) -> None:
+    folder = make_engine_folder(tmp_path, variant)
     engine = build(folder, name, device=DeviceKind.CUDA, dtype=DTypeChoice.BF16, num_sink_tokens=0)
     run(engine)
     share = engine.report.value("compute", "stream_share")

@@ -68,7 +68,7 @@ def test_greedy_tokens_under_every_split_equal_unsplit_run(variant: str, device:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("variant", ["llama", "qwen2_windows"])
+@pytest.mark.parametrize("variant", ["llama", "qwen2_windows", "opt_2_7b"])
 def test_greedy_tokens_with_keys_streamed_from_dram_equal_unsplit_run(
     variant: str, device: DeviceKind, tmp_path: Path
 ) -> None:

@@ -3,9 +3,10 @@
 Seconds of a layer, by the rate at which the lanes read DRAM together and the bytes of a key:
 
     exact     products + (keys · exact bytes − products · link) / rate       the link works through the products, too
-    bounded   products + keys · (scanned bytes + kept share · 2 · bytes of a kept key) / rate + 60 µs
+    bounded   products + keys · (scanned bytes + kept share · 2 · bytes of a kept key) / scan rate + 60 µs
 
-The kept share is that of the last step that scanned; the products are what is left of such steps' times.
+The scan rate is that of the lanes that scan: the same, or without a scan lane the CPU's alone. The kept share is that
+of the last step that scanned; the products are what is left of such steps' times.
 """
 
 from typing import Final
@@ -28,15 +29,24 @@ class ScanRule:
     """Chooses step by step.
 
     Args:
-        rate: bytes/s at which the lanes read DRAM together; `link`: what the link has of it, 0 without a stream lane.
+        rate: bytes/s at which the lanes read DRAM together; `link`: what the link has of it, 0 without a stream lane;
+            `scan_rate`: what the lanes that scan have of it, None: all.
         exact_bytes, scanned_bytes, kept_bytes: of a key of one layer, all KV heads: attended exactly, scanned, and what
             is read besides where it is kept.
     """
 
     def __init__(
-        self, rate: float, *, link: float = 0.0, exact_bytes: int, scanned_bytes: int, kept_bytes: int
+        self,
+        rate: float,
+        *,
+        link: float = 0.0,
+        scan_rate: float | None = None,
+        exact_bytes: int,
+        scanned_bytes: int,
+        kept_bytes: int,
     ) -> None:
         self._rate, self._link = rate, link
+        self._scan_rate = scan_rate if scan_rate is not None else rate
         self._products_s = 0.0
         self._exact, self._scanned, self._kept = exact_bytes, scanned_bytes, kept_bytes
         self._kept_share = _FIRST_KEPT_SHARE
@@ -44,7 +54,7 @@ class ScanRule:
 
     def least_keys(self, kept_share: float) -> float:
         """Keys from which scanning is the faster, if such a share of them is kept; infinite where it never is."""
-        saved = self._exact - self._bytes_of_key(kept_share)
+        saved = self._exact - self._bytes_of_key(kept_share) * self._rate / self._scan_rate
         return (_EXTRA_S * self._rate + self._products_s * self._link) / saved if saved > 0 else float("inf")
 
     def _bytes_of_key(self, kept_share: float) -> float:
@@ -78,7 +88,7 @@ class ScanRule:
 
     def note_time(self, layer_s: float, num_keys: int) -> None:
         """A step that scanned so many keys took so long, over its layers."""
-        products_s = layer_s - _EXTRA_S - num_keys * self._bytes_of_key(self._kept_share) / self._rate
+        products_s = layer_s - _EXTRA_S - num_keys * self._bytes_of_key(self._kept_share) / self._scan_rate
         self._products_s += _NEWEST * (max(products_s, 0.0) - self._products_s)
 
 

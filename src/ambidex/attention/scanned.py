@@ -13,10 +13,22 @@ from torch import Tensor
 from ambidex.attention.decode_inputs import DecodeRows
 from ambidex.attention.state import AttentionState
 from ambidex.core.errors import InternalError
+from ambidex.core.kv_spec import KVSpec
 from ambidex.core.model_spec import ModelSpec
 from ambidex.kernels import api
 from ambidex.kernels.cuda.pinned_view import view_on_gpu
 from ambidex.storage.scan_copy import ScanCopy
+
+
+def why_no_scan_lane(kv: KVSpec) -> str | None:
+    """Why the accelerator cannot scan keys in DRAM, which the CPU lane then scans alone; None if it can.
+
+    Args:
+        kv: the KV cache as DRAM keeps it.
+    """
+    if kv.row_size & (kv.row_size - 1):
+        return f"the kernel scans no rows of {kv.row_size} numbers, which are no power of 2"
+    return None
 
 
 class _LaneLayer(NamedTuple):

@@ -70,8 +70,6 @@ def why_no_stream(spec: ModelSpec, kv: Mapping[Tier, KVSpec]) -> str | None:
         return "K and V in DRAM are not in tile order"
     if not dram.dtype.has_scales and (dram.dtypes != gpu.dtypes or dram.dtype.num_bits != 16):
         return f"K and V in DRAM are {dram.dtypes}: the kernel reads 16-bit numbers of the accelerator's format"
-    if not dram.dtype.has_scales and dram.row_size & (dram.row_size - 1):
-        return f"rows of {dram.row_size} numbers are no power of 2"
     if set(spec.windows) != {None}:
         return "some layers have a sliding window"
     return None

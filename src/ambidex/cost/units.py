@@ -104,11 +104,7 @@ def most_streamed(spec: ModelSpec, gpu_kv: KVSpec, host_kv: KVSpec, *, step_bloc
     Args:
         step_blocks: of one layer and all requests that a step's buffer holds; num_blocks: that there are.
     """
-    is_read_as_is = (
-        host_kv.dtypes == gpu_kv.dtypes
-        and host_kv.dtype.num_bits == 16
-        and host_kv.row_size & (host_kv.row_size - 1) == 0
-    )
+    is_read_as_is = host_kv.dtypes == gpu_kv.dtypes and host_kv.dtype.num_bits == 16
     can_stream = (
         (is_read_as_is or host_kv.dtype.has_scales) and set(spec.windows) == {None} and spec.alibi_slopes is None
     )

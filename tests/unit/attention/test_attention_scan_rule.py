@@ -58,6 +58,23 @@ def test_what_the_link_brings_during_products_is_no_reason_to_scan() -> None:
     assert rule.is_scanned(8000)
 
 
+def test_where_only_the_cpu_scans_keys_are_scanned_from_where_it_alone_is_the_faster() -> None:
+    """As with rows that the scan lane's kernel does not take: exact steps have both lanes, those that scan have one."""
+    link, rate, kept, products_s = 50e9, 136e9, 0.05, 140e-6
+    rule = ScanRule(rate, link=link, scan_rate=rate - link, exact_bytes=4096, scanned_bytes=8 * 132, kept_bytes=8 * 512)
+
+    def scanned_s(num_keys: float) -> float:
+        return products_s + 60e-6 + num_keys * (8 * 132 + kept * 2 * 8 * 512) / (rate - link)
+
+    for _ in range(40):
+        rule.note_time(scanned_s(10_000), 10_000)
+    least = rule.least_keys(kept)
+    exact_s = products_s + (least * 4096 - products_s * link) / rate
+    assert scanned_s(least) == pytest.approx(exact_s)
+    assert rule.is_scanned(int(least) + 1)
+    assert not rule.is_scanned(int(least) - 1)
+
+
 def test_step_of_no_time_brings_no_products() -> None:
     rule = ScanRule(136e9, link=50e9, exact_bytes=4096, scanned_bytes=8 * 132, kept_bytes=8 * 512)
     least = rule.least_keys(0.05)

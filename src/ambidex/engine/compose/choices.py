@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from ambidex.attention.scanned import why_no_scan_lane
 from ambidex.attention.select.policy import Need
 from ambidex.attention.select.registry import make_policy
 from ambidex.attention.streamed import why_no_stream
@@ -180,6 +181,7 @@ def make_choices(
         and _may_stream(config, kv, is_bounded=bounded.is_native)
         and why_no_stream(spec, kv.specs) is None
     )
+    can_step_scan = can_step_stream and bounded.is_native and why_no_scan_lane(kv.specs[Tier.DRAM]) is None
     stream = None
     if (
         (streams_chunks or is_cuda)
@@ -193,7 +195,7 @@ def make_choices(
             number_bytes=activations.num_bytes,
             max_requests=most_requests(config),
             step_bytes=step_stream_bytes(config, free) if can_step_stream else 0,
-            num_q_heads=spec.num_q_heads if can_step_stream and bounded.is_native else 0,
+            num_q_heads=spec.num_q_heads if can_step_scan else 0,
             most_share=most_streamed_share(config),
         )
     buckets = decode_buckets(config) if form is DecodeForm.CAPTURED else ()

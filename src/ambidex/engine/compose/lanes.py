@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ambidex.attention.bounded_scan import MIN_SCANNED_BLOCKS, BoundedScan
 from ambidex.attention.scan_rule import ScanAlways, ScanRule
-from ambidex.attention.scanned import ScanLane
+from ambidex.attention.scanned import ScanLane, why_no_scan_lane
 from ambidex.attention.streamed import LaneRates, measure_lane_rates, why_no_stream
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError
@@ -61,7 +61,7 @@ def choose_scan(
     if bounded is None or Tier.DRAM not in bounded.copies or choices.decode_form is DecodeForm.PROGRAM:
         return ScanChoice()
     copy, kv = bounded.copies[Tier.DRAM], choices.kv.specs[Tier.DRAM]
-    lane, why_no_lane = None, None
+    lane, why_no_lane = None, why_no_scan_lane(kv) if stream.share > 0 else None
     if stream.share > 0 and choices.stream is not None and choices.stream.scan_blocks:
         why_no_lane = copy.pin(memory) if choices.device.type == "cuda" else None
         if why_no_lane is None:
@@ -77,6 +77,7 @@ def choose_scan(
         rule = ScanRule(
             link + stream.rates.dram,
             link=link,
+            scan_rate=(link if lane is not None else 0.0) + stream.rates.dram,
             exact_bytes=kv.bytes_per_token_layer,
             scanned_bytes=kv.num_kv_heads * copy.key_bytes,
             kept_bytes=kv.num_kv_heads * copy.kept_bytes,
