@@ -29,6 +29,9 @@ namespace {
 
 using Ids = Array<const std::int64_t, 1>;
 
+// [Hkv, n, D], the rows of each head side by side.
+using RowsOfHeads = nb::ndarray<nb::ndim<3>, nb::device::cpu>;
+
 KVPart find_part(std::string_view name) {
   AMBIDEX_CHECK(name == "k" || name == "v", "part: expected k or v, got \"", name, "\"");
   return name == "k" ? KVPart::kK : KVPart::kV;
@@ -188,19 +191,23 @@ void bind_pack_blocks(AttentionPool& self, std::string_view part, const Bytes<4>
               static_cast<const char*>(rows.data()));
 }
 
-void bind_gather_rows(AttentionPool& self, std::string_view part, const ConstBytes<4>& pool, const Ids& block_ids,
-                      std::size_t first_key, const Bytes<3>& rows) {
+void bind_copy_rows(AttentionPool& self, std::string_view part, const ConstBytes<4>& pool, const Ids& block_ids,
+                      const Ids& places, const RowsOfHeads& rows) {
   const TiledPart from = describe(part, pool, rows.shape(2));
   check_itemsize("rows", rows, pool.itemsize());
   check_size("rows", "Hkv", rows, 0, pool.shape(0));
+  check_size("places", "the blocks", places, 0, block_ids.shape(0));
   check_ids("block_ids", block_ids, from.num_blocks);
-  const std::size_t num_there = block_ids.shape(0) * from.tiles.block_size;
-  AMBIDEX_CHECK(first_key <= num_there && rows.shape(1) <= num_there - first_key, "rows: ", rows.shape(1), " from ",
-                first_key, " on do not lie in ", block_ids.shape(0), " blocks of ", from.tiles.block_size);
+  const auto head_dim = static_cast<std::int64_t>(rows.shape(2));
+  AMBIDEX_CHECK(rows.size() == 0 || (rows.stride(2) == 1 && rows.stride(1) == head_dim &&
+                                     rows.stride(0) >= head_dim * static_cast<std::int64_t>(rows.shape(1))),
+                "rows: expected those of a head side by side");
+  const RowTarget to{static_cast<char*>(rows.data()), rows.shape(1),
+                     static_cast<std::size_t>(rows.size() == 0 ? 0 : rows.stride(0)) * rows.itemsize()};
   nb::gil_scoped_release release;
   std::lock_guard<std::mutex> lock(self.threads().mutex());
-  gather_rows(self.threads(), from, static_cast<const char*>(pool.data()), block_ids.data(), first_key, rows.shape(1),
-              static_cast<char*>(rows.data()));
+  copy_rows(self.threads(), from, static_cast<const char*>(pool.data()), block_ids.data(), places.data(),
+              block_ids.shape(0), to);
 }
 
 void bind_exp2(const Array<const float, 1>& x, const Array<float, 1>& y, std::optional<std::string_view> isa) {
@@ -231,8 +238,8 @@ void bind_attention(nb::module_& m) {
            "slots"_a.noconvert(), "rows"_a.noconvert(), nb::kw_only(), "isa"_a = nb::none())
       .def("pack_blocks", &bind_pack_blocks, "part"_a, "pool"_a.noconvert(), "block_ids"_a.noconvert(),
            "rows"_a.noconvert())
-      .def("gather_rows", &bind_gather_rows, "part"_a, "pool"_a.noconvert(), "block_ids"_a.noconvert(), "first_key"_a,
-           "rows"_a.noconvert());
+      .def("copy_rows", &bind_copy_rows, "part"_a, "pool"_a.noconvert(), "block_ids"_a.noconvert(),
+           "places"_a.noconvert(), "rows"_a.noconvert());
   nb::class_<AttentionScript>(m, "AttentionScript")
       .def("__init__", &make_script, "pool"_a, "asked"_a.noconvert(), "answered"_a.noconvert(),
            "streamed"_a.noconvert(), nb::kw_only(), "isa"_a = nb::none(), nb::keep_alive<1, 2>(),

@@ -94,27 +94,24 @@ void pack_blocks(ThreadPool& pool, const TiledPart& to, char* records, const std
   });
 }
 
-void gather_rows(ThreadPool& pool, const TiledPart& from, const char* records, const std::int64_t* block_ids,
-                 std::size_t first_key, std::size_t num_keys, char* rows) {
-  if (num_keys == 0) return;
-  const std::size_t block_size = from.tiles.block_size;
+void copy_rows(ThreadPool& pool, const TiledPart& from, const char* records, const std::int64_t* block_ids,
+                 const std::int64_t* places, std::size_t num_blocks, const RowTarget& to) {
+  if (num_blocks == 0) return;
+  const auto block_size = static_cast<std::int64_t>(from.tiles.block_size);
+  const auto num_rows = static_cast<std::int64_t>(to.num_rows);
   const std::size_t record_bytes = from.tiles.record_bytes;
   const std::size_t row_bytes = from.head_dim * from.tiles.element_size;
-  const std::size_t first_block = first_key / block_size;
-  const std::size_t num_blocks = (first_key + num_keys - 1) / block_size - first_block + 1;
   with_element(from.tiles.element_size, [&](auto zero) {
     using Element = decltype(zero);
     parallel_for(pool, from.num_heads * num_blocks, [&](std::size_t i) {
-      const std::size_t head = i / num_blocks;
-      const std::size_t block = first_block + i % num_blocks;
-      const auto block_id = static_cast<std::size_t>(block_ids[block]);
-      const char* record = records + (head * from.num_blocks + block_id) * record_bytes;
-      const std::size_t begin = std::max(first_key, block * block_size);
-      const std::size_t end = std::min(first_key + num_keys, (block + 1) * block_size);
-      for (std::size_t key = begin; key < end; ++key) {
-        char* row = rows + (head * num_keys + key - first_key) * row_bytes;
-        load_row(from, reinterpret_cast<const Element*>(record), key % block_size, reinterpret_cast<Element*>(row));
-      }
+      const std::size_t head = i / num_blocks, block = i % num_blocks;
+      const std::int64_t begin = std::max<std::int64_t>(0, -places[block]);
+      const std::int64_t end = std::min(block_size, num_rows - places[block]);
+      if (begin >= end) return;
+      const char* record = records + (head * from.num_blocks + static_cast<std::size_t>(block_ids[block])) * record_bytes;
+      char* rows = to.rows + head * to.head_bytes + static_cast<std::size_t>(places[block] + begin) * row_bytes;
+      load_rows(from, reinterpret_cast<const Element*>(record), static_cast<std::size_t>(begin),
+                static_cast<std::size_t>(end), reinterpret_cast<Element*>(rows));
     });
   });
 }

@@ -58,8 +58,15 @@ void store_values(Isa isa, Number number, const TiledPart& to, char* records, fl
 void pack_blocks(ThreadPool& pool, const TiledPart& to, char* records, const std::int64_t* block_ids,
                  std::size_t num_blocks, const char* rows);
 
-// Rows first_key … first_key + num_keys - 1 of the blocks block_ids, side by side, go to rows [Hkv, num_keys, D].
-void gather_rows(ThreadPool& pool, const TiledPart& from, const char* records, const std::int64_t* block_ids,
-                 std::size_t first_key, std::size_t num_keys, char* rows);
+// Where rows go: [Hkv, num_rows, D], the heads `head_bytes` apart.
+struct RowTarget {
+  char* rows;
+  std::size_t num_rows, head_bytes;
+};
+
+// The rows of block block_ids[i] go to rows places[i], places[i] + 1, …; those that come to lie outside of the target are
+// left out.
+void copy_rows(ThreadPool& pool, const TiledPart& from, const char* records, const std::int64_t* block_ids,
+                 const std::int64_t* places, std::size_t num_blocks, const RowTarget& to);
 
 }  // namespace ambidex

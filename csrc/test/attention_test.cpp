@@ -295,12 +295,19 @@ int check_copies(Number number, std::size_t dim, std::size_t block_size, ThreadP
     std::vector<char> packed(part.tiled.size(), 1);
     pack_blocks(pool, to, packed.data(), ids.data(), kNumBlocks, part.rows.data());
     wrong += packed != part.tiled;
-    std::vector<char> gathered(part.rows.size());
-    gather_rows(pool, to, packed.data(), ids.data(), 0, kNumBlocks * block_size, gathered.data());
-    wrong += gathered != part.rows;
     const std::size_t row_bytes = dim * tiles.element_size;
-    std::vector<char> some(5 * row_bytes);
-    gather_rows(pool, to, packed.data(), ids.data(), block_size - 2, 5, some.data());
+    const auto copy_from = [&](std::size_t first, std::size_t num, std::vector<char>* rows) {
+      std::vector<std::int64_t> places(kNumBlocks);
+      for (std::size_t i = 0; i < kNumBlocks; ++i) {
+        places[i] = static_cast<std::int64_t>(i * block_size) - static_cast<std::int64_t>(first);
+      }
+      rows->assign(num * row_bytes, 0);
+      copy_rows(pool, to, packed.data(), ids.data(), places.data(), kNumBlocks, {rows->data(), num, num * row_bytes});
+    };
+    std::vector<char> gathered, some;
+    copy_from(0, kNumBlocks * block_size, &gathered);
+    wrong += gathered != part.rows;
+    copy_from(block_size - 2, 5, &some);
     wrong += !std::equal(some.begin(), some.end(), part.rows.begin() + static_cast<std::ptrdiff_t>((block_size - 2) * row_bytes));
   }
   if (wrong != 0) std::printf("copies: number %d dim %zu block %zu wrong\n", static_cast<int>(number), dim, block_size);

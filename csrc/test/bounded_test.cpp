@@ -89,9 +89,13 @@ Part make_part(const Shape& shape, KVPart kind, std::size_t num_blocks, const st
                shape.number == Number::kInt8 ? part.scales.data() : nullptr, places.data(), places.size(), shape.dim,
                rows.data());
   std::vector<char> gathered(kHeads * slots * shape.dim * size_of(shape.number));
-  std::vector<std::int64_t> ids;
-  for (std::size_t i = 0; i < num_blocks; ++i) ids.push_back(static_cast<std::int64_t>(i));
-  gather_rows(threads, to, part.records.data(), ids.data(), 0, slots, gathered.data());
+  std::vector<std::int64_t> ids, first_rows;
+  for (std::size_t i = 0; i < num_blocks; ++i) {
+    ids.push_back(static_cast<std::int64_t>(i));
+    first_rows.push_back(static_cast<std::int64_t>(i * to.tiles.block_size));
+  }
+  copy_rows(threads, to, part.records.data(), ids.data(), first_rows.data(), num_blocks,
+            {gathered.data(), slots, slots * shape.dim * size_of(shape.number)});
   for (std::size_t t = 0; t < places.size(); ++t) {
     const auto slot = static_cast<std::size_t>(places[t]);
     for (std::size_t head = 0; head < kHeads; ++head) {

@@ -364,12 +364,12 @@ class AttentionPool:
     def pack_blocks(
         self, part: str, pool: npt.NDArray[np.generic], block_ids: npt.NDArray[np.int64], rows: npt.NDArray[np.generic]
     ) -> None: ...
-    def gather_rows(
+    def copy_rows(
         self,
         part: str,
         pool: npt.NDArray[np.generic],
         block_ids: npt.NDArray[np.int64],
-        first_key: int,
+        places: npt.NDArray[np.int64],
         rows: npt.NDArray[np.generic],
     ) -> None: ...
 

@@ -114,6 +114,43 @@ def test_pack_blocks_pool_of_another_shape_is_refused(pool: native.AttentionPool
         pool.pack_blocks("k", torch.zeros(shape), torch.tensor([0]), torch.zeros(1, shape[2], 64))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("part", ["k", "v"])
+@pytest.mark.parametrize(("block_size", "head_dim"), [(16, 64), (48, 80), (64, 128), (32, 45)])
+def test_copy_rows_puts_rows_where_they_are_wanted_and_nothing_beside_them(
+    pool: native.AttentionPool, dtype: torch.dtype, part: str, block_size: int, head_dim: int
+) -> None:
+    rows = make_rows((2, 5 * block_size, head_dim), dtype)
+    tiled = PACK[part](rows.view(2, 5, block_size, head_dim))
+    ids, places = torch.tensor([4, 0, 3, 1]), torch.tensor([3 - block_size, 3, 2 * block_size + 5, 3 * block_size + 5])
+    before = make_rows((2, 4 * block_size, head_dim), dtype, 1)
+    memory = torch.cat((before, before), 1)  # heads further apart than their rows
+    to, num = memory[:, : 3 * block_size + 9], 3 * block_size + 9
+    pool.copy_rows(part, tiled, ids, places, to)
+    wanted = before.clone()
+    for block_id, place in zip(ids.tolist(), places.tolist(), strict=True):
+        for token in range(block_size):
+            if 0 <= place + token < num:
+                wanted[:, place + token] = rows[:, block_id * block_size + token]
+    assert torch.equal(memory[:, : 4 * block_size], wanted)
+    assert torch.equal(memory[:, 4 * block_size :], before)
+
+
+def test_copy_rows_to_rows_that_do_not_lie_side_by_side_are_refused(pool: native.AttentionPool) -> None:
+    places, ids = torch.tensor([0]), torch.tensor([1])
+    tiled = torch.zeros(1, 2, 16, 64)
+    with pytest.raises(ShapeError, match="rows: expected those of a head side by side"):
+        pool.copy_rows("k", tiled, ids, places, torch.zeros(1, 16, 128)[..., :64])
+    with pytest.raises(ShapeError, match="rows: expected those of a head side by side"):
+        pool.copy_rows(
+            "k", tiled.expand(2, -1, -1, -1).contiguous(), ids, places, torch.zeros(1, 16, 64).expand(2, -1, -1)
+        )
+    with pytest.raises(ShapeError, match=r"rows are torch\.float16, the pool is torch\.float32"):
+        pool.copy_rows("k", tiled, ids, places, torch.zeros(1, 16, 64).half())
+    with pytest.raises(ShapeError, match=r"block_ids: expected 0 to 2 \(not included\), got 2"):
+        pool.copy_rows("k", tiled, torch.tensor([2]), places, torch.zeros(1, 16, 64))
+
+
 def test_gather_rows_outside_of_the_blocks_are_refused(pool: native.AttentionPool) -> None:
     with pytest.raises(ShapeError, match="do not lie in 1 blocks of 16"):
         pool.gather_rows("k", torch.zeros(1, 2, 16, 64), torch.tensor([1]), first_key=10, num_keys=7, head_dim=64)

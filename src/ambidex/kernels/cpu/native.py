@@ -342,12 +342,37 @@ class AttentionPool:
             ShapeError: the rows do not lie in the blocks, or the blocks not in the pool.
         Cost: copies the rows.
         """
+        num_there = len(block_ids) * pool.shape[2]
+        if not 0 <= first_key <= first_key + num_keys <= num_there:
+            raise ShapeError(
+                f"gather_rows: {num_keys} rows from {first_key} on do not lie in {len(block_ids)} blocks of "
+                f"{pool.shape[2]}"
+            )
         rows = torch.empty((pool.shape[0], num_keys, head_dim), dtype=pool.dtype)
-        try:
-            self.native.gather_rows(part, array_of(pool), block_ids.numpy(), first_key, array_of(rows))
-        except (TypeError, ValueError) as error:
-            raise ShapeError(f"gather_rows: {error}") from error
+        self.copy_rows(part, pool, block_ids, torch.arange(len(block_ids)) * pool.shape[2] - first_key, rows)
         return rows
+
+    def copy_rows(self, part: Literal["k", "v"], pool: Tensor, block_ids: Tensor, places: Tensor, rows: Tensor) -> None:
+        """Copy the rows of blocks of one layer to where they are wanted.
+
+        Args:
+            pool: tiled; block_ids: [n] int64.
+            places: [n] int64, where among the rows of a head the first one of each block goes, the others behind it;
+                what would come to lie before the first row or behind the last is left out.
+            rows: [Hkv, m, head_dim] in the pool's dtype, those of each head side by side; others stay as they are.
+        Raises:
+            ShapeError: the blocks do not lie in the pool, or the tensors do not fit each other.
+        Cost: reads and writes the rows once, with all threads; the GIL is released.
+        """
+        if pool.dtype != rows.dtype:
+            raise ShapeError(f"copy_rows: rows are {rows.dtype}, the pool is {pool.dtype}")
+        if rows.device.type != "cpu":
+            raise ShapeError(f"copy_rows: expected rows on cpu, got them on {rows.device}")
+        array = (rows.view(torch.int16) if rows.itemsize == 2 else rows).detach().numpy()
+        try:
+            self.native.copy_rows(part, array_of(pool), block_ids.numpy(), places.numpy(), array)
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"copy_rows: {error}") from error
 
     def _copy(self, op: str, part: str, pool: Tensor, places: npt.NDArray[np.int64], rows: Tensor) -> None:
         if pool.dtype != rows.dtype:
