@@ -76,6 +76,7 @@ class SelectiveWorld:
     Args:
         is_early: steps of one token a request take the fast form of policies that look ahead; with `is_fixed` those
             that have it take the fixed form, in which nobody is told of choices.
+        gpu_from: from this one on, blocks of a request lie on the accelerator; others where chance puts them.
 
     Attributes:
         choices: what was chosen, by (request, layer, position).
@@ -94,11 +95,14 @@ class SelectiveWorld:
         is_fixed: bool = False,
         has_rows: bool = False,
         max_requests: int = MAX_REQUESTS,
+        max_rows: int = MAX_ROWS,
+        gpu_from: int | None = None,
     ) -> None:
         self.tiny = tiny
         self.block_size = block_size
         self.random = random.Random(seed)
         self._is_fixed = is_fixed
+        self._gpu_from = gpu_from
         self.num_fixed = 0
         self.pools = {tier: self._make_pool(tier) for tier in (Tier.GPU, Tier.DRAM)}
         self.choices: dict[tuple[str, int, int], Choice] = {}
@@ -110,7 +114,7 @@ class SelectiveWorld:
                 tiny.spec,
                 TieredAttention(tiny.spec, self.pools),
                 look_ahead,
-                RowStore(tiny.spec, self.pools, max_rows=MAX_ROWS),
+                RowStore(tiny.spec, self.pools, max_rows=max_rows),
                 ThreadPool(1),
                 num_near=settings.near_tokens or 0,
                 max_requests=max_requests,
@@ -123,7 +127,7 @@ class SelectiveWorld:
             TieredAttention(tiny.spec, self.pools),
             look_ahead=look_ahead,
             early=early,
-            row_store=RowStore(tiny.spec, self.pools, max_rows=MAX_ROWS) if has_rows else None,
+            row_store=RowStore(tiny.spec, self.pools, max_rows=max_rows) if has_rows else None,
             verify_every=verify_every,
             watch=None if is_fixed else self._watch,
         )
@@ -174,6 +178,11 @@ class SelectiveWorld:
             )
         )
 
+    def end(self, name: str) -> None:
+        """The request has ended: its blocks and rows are nobody's."""
+        self.preempt(name)
+        self.attention.forget(RequestId(name))
+
     def preempt(self, name: str) -> None:
         """Take the blocks away; the request computes again from its first token."""
         self.num_computed[name] = 0
@@ -212,7 +221,8 @@ class SelectiveWorld:
     def _schedule(self, name: str, count: int) -> ScheduledRequest:
         start, blocks = self.num_computed[name], self.blocks[name]
         while len(blocks) * self.block_size < start + count:
-            tier = self.random.choice(list(self.pools))
+            is_chosen = self._gpu_from is not None and len(blocks) >= self._gpu_from
+            tier = Tier.GPU if is_chosen else self.random.choice(list(self.pools))
             blocks.append(BlockRef(tier, BlockId(self.free[tier].pop())))
         return ScheduledRequest(
             request_id=RequestId(name),

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from ambidex import EngineConfig
 from ambidex.core.config import DeviceKind
 from ambidex.core.errors import ConfigError, MachineError
-from ambidex.core.ids import Fallback, Tier
+from ambidex.core.ids import Fallback, KVPart, Tier
 from ambidex.core.policy import PolicyName
 from ambidex.core.units import MIB
 from ambidex.engine.compose import build_engine
@@ -21,6 +22,7 @@ from ambidex.hw.numa import NumaNode
 from ambidex.hw.topology import Topology
 from ambidex.storage.host_memory import HostMemory
 from ambidex.storage.pinned import register_pinned
+from ambidex.storage.row_home import RowHome
 from fault_runs import SPLIT, run, tokens
 from numa_world import FakeKernel
 
@@ -187,13 +189,18 @@ def test_pages_that_move_as_they_are_pinned_are_no_tier(folder: Path, caplog: py
 
 
 def test_where_no_memory_is_left_for_rows_of_a_policy_they_are_read_from_blocks(
-    folder: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"policy": PolicyName.HYBRIDGEN, "exact_layers": 1, "near_tokens": 3}
-    kernel = FakeKernel()
-    engine = build(folder, kernel, NEAR, FAR, **options)
-    kernel.refuse = errno.ENOMEM  # the node has filled up since the pool was placed
     expected = tokens(run(build(folder, FakeKernel(), NEAR, FAR, **options)))
+    kernel, allocate = FakeKernel(), RowHome.allocate
+
+    def allocate_late(home: RowHome, part: KVPart, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        kernel.refuse = errno.ENOMEM  # the node has filled up since the pool was placed
+        return allocate(home, part, shape, dtype)
+
+    monkeypatch.setattr(RowHome, "allocate", allocate_late)
+    engine = build(folder, kernel, NEAR, FAR, **options)
     assert tokens(run(engine)) == expected
     assert 1 <= engine.stats.fallbacks[Fallback.NO_ROWS] <= len(expected)
     assert caplog.text.count("keys are read where they lie in their pools") == 1

@@ -11,6 +11,7 @@ from ambidex.kernels import api, dispatch
 from ambidex.kernels.cuda.pinned_view import view_on_gpu
 from ambidex.kernels.early_rows import EarlyRows
 from ambidex.kernels.triton import attend_early as triton_early
+from far_rows import layer_rows, make_far
 from triton_device import DTYPE_CASES
 from truth import assert_within_twice_plain
 
@@ -47,12 +48,12 @@ class Parts:
             given = given.to(dtype)
             order = given.amax(1).sort(dim=1, descending=True, stable=True).indices if num_far else torch.empty(0)
             places = order[:, :num_selected] if num_far else torch.empty(num_kv_heads, 0, dtype=torch.int64)
-            v = torch.full((NUM_LAYERS, num_kv_heads, num_far + 3, head_dim), torch.nan).to(dtype)
+            _, v = make_far(NUM_LAYERS, num_kv_heads, num_far + 3, head_dim, dtype, device)
             v[1, torch.arange(num_kv_heads)[:, None], places] = rand(num_kv_heads, places.shape[1], head_dim).to(dtype)
             self.near[:, :, slot, 4 : 4 + num_near] = rand(2, num_kv_heads, num_near, head_dim).to(dtype)
             self.given.append(given)
             self.places.append(places)
-            self.v.append(v.pin_memory() if device == "cuda" else v)
+            self.v.append(v)
             firsts.append(first)
             first += given.numel()
         scores = torch.cat([part.flatten() for part in self.given] + [torch.full((5,), torch.nan).to(dtype)])
@@ -68,6 +69,7 @@ class Parts:
             "k_address": [0] * len(self.requests),
             "v_address": [v.data_ptr() for v in self.v],
             "capacity": [v.shape[2] for v in self.v],
+            "layer_rows": [layer_rows(v) for v in self.v],
         }
         self.rows = EarlyRows(
             **{name: torch.tensor(values, dtype=torch.int64, device=device) for name, values in numbers.items()}

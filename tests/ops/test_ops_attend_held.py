@@ -12,6 +12,7 @@ from ambidex.kernels import api, dispatch
 from ambidex.kernels.early_rows import EarlyRows, SumRows, SumRule, WindowRows
 from ambidex.kernels.noise import gumbel_noise
 from ambidex.kernels.triton import attend_held as triton_held
+from far_rows import layer_rows, make_far
 from triton_device import DEVICES, DTYPE_CASES
 from truth import assert_within_twice_plain
 
@@ -69,7 +70,7 @@ class Parts:
             held = torch.zeros(2, NUM_LAYERS, num_kv_heads, capacity, dtype=torch.uint8)
             held[:, :, :, num_far:] = 9  # is not looked at
             sums = torch.full((2, NUM_LAYERS, num_kv_heads, capacity), torch.nan)
-            far = torch.full((2, NUM_LAYERS, num_kv_heads, capacity, head_dim), torch.nan).to(dtype)
+            far = make_far(NUM_LAYERS, num_kv_heads, capacity, head_dim, dtype, device)
             for head in range(num_kv_heads):
                 places = torch.randperm(num_far, generator=generator)[: asked.num_held]
                 held[0, LAYER, head, places] = 1
@@ -80,7 +81,7 @@ class Parts:
                 far[:, LAYER, head, seen] = rand(2, int(seen.sum()), head_dim).to(dtype)
             if asked is not PADDING:
                 self.near[:, :, slot, 0] = rand(2, num_kv_heads, head_dim).to(dtype)
-            self.far.append(far.pin_memory() if device == "cuda" else far)
+            self.far.append(far)
             self.sums.append(sums.to(device))
             self.held.append(held.to(device))
             firsts.append(first)
@@ -97,6 +98,7 @@ class Parts:
             k_address=self._numbers([far[0].data_ptr() for far in self.far]),
             v_address=self._numbers([far[1].data_ptr() for far in self.far]),
             capacity=self._numbers([far.shape[3] for far in self.far]),
+            layer_rows=self._numbers([layer_rows(far) for far in self.far]),
         )
         taus = torch.tensor(TAUS[: len(numbers)]).view(torch.int32).tolist()
         self.sum_rows = SumRows(

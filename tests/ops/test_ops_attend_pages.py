@@ -9,6 +9,7 @@ from torch import Tensor
 from ambidex.core.errors import ShapeError
 from ambidex.kernels import api, dispatch
 from ambidex.kernels.early_rows import BoxRows, EarlyRows, PageCut
+from far_rows import layer_rows, make_far
 from triton_device import DEVICES, DTYPE_CASES
 from truth import assert_within_twice_plain
 
@@ -58,7 +59,7 @@ class Parts:
         self.boxes: list[Tensor] = []  # [L - FIRST_LAYER, Hkv, pages, 2, D]
         for slot, asked in enumerate(self.requests):
             num_far, num_keys = max(0, asked.num_far), asked.num_far + 1
-            far = torch.full((2, NUM_LAYERS, num_kv_heads, num_far + 5, head_dim), torch.nan).to(dtype)
+            far = make_far(NUM_LAYERS, num_kv_heads, num_far + 5, head_dim, dtype, device)
             far[:, LAYER, :, :num_far] = rand(2, num_kv_heads, num_far, head_dim).to(dtype)
             if asked is not PADDING:
                 self.near[:, :, slot, 0] = rand(2, num_kv_heads, head_dim).to(dtype)
@@ -70,7 +71,7 @@ class Parts:
                     keys.amin(1),
                     keys.amax(1),
                 )
-            self.far.append(far.pin_memory() if device == "cuda" else far)
+            self.far.append(far)
             self.boxes.append(boxes.to(device))
         numbers = [asked is not PADDING for asked in self.requests]
         pages = [self.num_pages(asked) for asked in self.requests]
@@ -85,6 +86,7 @@ class Parts:
             k_address=self._numbers([far[0].data_ptr() for far in self.far]),
             v_address=self._numbers([far[1].data_ptr() for far in self.far]),
             capacity=self._numbers([far.shape[3] for far in self.far]),
+            layer_rows=self._numbers([layer_rows(far) for far in self.far]),
         )
         self.box_rows = BoxRows(
             boxes_address=self._numbers([boxes.data_ptr() for boxes in self.boxes]),

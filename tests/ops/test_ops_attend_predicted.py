@@ -11,6 +11,7 @@ from ambidex.kernels import api, dispatch
 from ambidex.kernels.early_rows import AlphaCount, EarlyRows, FarCut, PartialRows
 from ambidex.kernels.triton import attend_early as triton_early
 from ambidex.kernels.triton import attend_predicted as triton_predicted
+from far_rows import layer_rows, make_far
 from triton_device import DTYPE_CASES
 from truth import assert_within_twice_plain
 
@@ -66,11 +67,11 @@ class Parts:
             if alpha is not None and num_far:
                 num_selected = min(num_selected, sum(int((own > own.max() - alpha).sum()) for own in best) // len(best))
             places = best.sort(dim=1, descending=True, stable=True).indices[:, :num_selected]
-            far = torch.full((2, NUM_LAYERS, num_kv_heads, capacity, head_dim), torch.nan).to(dtype)
+            far = make_far(NUM_LAYERS, num_kv_heads, capacity, head_dim, dtype, device)
             far[:, 1, heads, places] = rand(2, num_kv_heads, places.shape[1], head_dim).to(dtype)
             seen = slice(FIRST_NEAR, FIRST_NEAR + num_near)
             self.near[:, :, slot, seen] = rand(2, num_kv_heads, num_near, head_dim).to(dtype)
-            self.far.append(far.pin_memory() if device == "cuda" else far)
+            self.far.append(far)
             self.partial.append(partial.to(device))
             self.turns.append(turn.to(device))
             self.places.append(places)
@@ -91,6 +92,7 @@ class Parts:
             "k_address": [far[0].data_ptr() for far in self.far],
             "v_address": [far[1].data_ptr() for far in self.far],
             "capacity": [far.shape[3] for far in self.far],
+            "layer_rows": [layer_rows(far) for far in self.far],
         }
         tables = {
             "rows_address": [part.data_ptr() for part in self.partial],

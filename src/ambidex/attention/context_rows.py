@@ -33,10 +33,17 @@ class ContextRows:
         offsets = torch.arange(num_keys) % size
         self.slots = (ids.repeat_interleave(size)[:num_keys] * size + offsets).to(self._device)  # [S]
         self.is_dram = is_dram.repeat_interleave(size)[:num_keys].to(self._device)  # [S]
+        chosen_of = dict(zip(TIERS, (~is_dram, is_dram), strict=True))
+        # Of each tier its blocks, and the position of each one's first row.
+        self._blocks = {
+            tier: (ids[chosen], torch.nonzero(chosen)[:, 0] * size)
+            for tier, chosen in chosen_of.items()
+            if chosen.any()
+        }
         self._parts = {
             tier: (ids[chosen], torch.nonzero(chosen.repeat_interleave(size)[:num_keys])[:, 0].to(self._device))
-            for tier, chosen in zip(TIERS, (~is_dram, is_dram), strict=True)
-            if bool(chosen.any())
+            for tier, chosen in chosen_of.items()
+            if chosen.any()
         }
 
     def read(self, part: KVPart, layer_idx: int, dtype: torch.dtype) -> Tensor:
@@ -82,17 +89,19 @@ class ContextRows:
         assert rows is not None, "a request has blocks on some tier"
         return rows.view(num_heads, num_places, -1)
 
-    def copy_to_host(self, part: KVPart, layer_idx: int, to: Tensor, first: int) -> None:
-        """Copy K or V of positions `first`, `first` + 1, … into `to` [Hkv, n, D] in host memory.
+    def copy_to_host(self, part: KVPart, to: Tensor, first: int) -> None:
+        """Copy K or V of positions `first`, `first` + 1, … of all layers.
 
-        Cost: reads the rows of all positions; waits for the device.
+        Args:
+            to: [L, Hkv, n, D] in host memory, which a GPU's driver has pinned, in the number format of the pools; the
+                rows of a head are side by side.
+        Cost: reads the rows once. Rows that come from a GPU are there when its current stream is at its end.
         """
-        end = first + to.shape[1]
-        for tier, (ids, positions) in self._parts.items():
-            found = self._read_tier(part, layer_idx, tier, ids, len(positions), to.dtype).cpu()
-            places = positions.cpu()
-            is_wanted = (places >= first) & (places < end)
-            to[:, places[is_wanted] - first] = found[:, is_wanted]
+        size, end = self._block_size, first + to.shape[2]
+        for tier, (ids, places) in self._blocks.items():
+            is_wanted = (places + size > first) & (places < end)
+            if bool(is_wanted.any()):
+                self._pools[tier].copy_rows(part, ids[is_wanted], places[is_wanted] - first, to)
 
     def _read_tier(
         self, part: KVPart, layer_idx: int, tier: Tier, ids: Tensor, num_keys: int, dtype: torch.dtype

@@ -160,8 +160,11 @@ class EarlyDecode:
         Cost: as `begin`, and that of `EarlyRequests.plan_fixed`.
         """
         form = self.requests.find_form(works, max_far=max_far)
-        rows = None if form is None else self.requests.prepare_rows(works)
-        if form is None or rows is None:
+        if form is None:
+            return None
+        self.scores.begin()  # what a broken step has asked for reads rows, which may move now or be another's
+        rows = self.requests.prepare_rows(works)
+        if rows is None:
             return None
         self._clear()
         self.requests.begin(requests, works, rows)

@@ -276,6 +276,7 @@ class EarlyRequests:
                 "k_address": [part.k.data_ptr() for part in self.rows],
                 "v_address": [part.v.data_ptr() for part in self.rows],
                 "capacity": [part.capacity for part in self.rows],
+                "layer_rows": [part.layer_rows for part in self.rows],
                 **(self.sums.plan(works) if form.rules else {}),
                 **(_plan_windows(works) if form.has_windows else {}),
                 **boxes,

@@ -13,6 +13,7 @@ from ambidex.core.ids import KVPart, RequestId, Tier
 from ambidex.core.model_spec import ModelSpec
 from ambidex.storage.host_rows import HostRows
 from ambidex.storage.kv_pool import KVPool
+from ambidex.storage.row_arena import RowArena
 from ambidex.storage.row_home import IN_DRAM, RowHome
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,8 @@ _WIDE: Final = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.i
 
 class RowStore:
     """Rows of each request, with room for all its tokens from the first step that needs them until it ends.
+
+    The memory of all rows is taken at once, pinned on a GPU, and goes from requests that ended to those that begin.
 
     Args:
         spec: layers, KV heads and head_dim.
@@ -38,19 +41,22 @@ class RowStore:
         self, spec: ModelSpec, pools: Mapping[Tier, KVPool], *, max_rows: int, home: RowHome = IN_DRAM
     ) -> None:
         self.home = home
-        pool = pools[Tier.GPU]
-        self._shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
-        self._device = pool.device
-        self.dtype = pool.k.dtype
         self.max_rows = max_rows
+        pool = pools[Tier.GPU]
+        shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
         self._rows: dict[RequestId, HostRows] = {}
         self._refused: set[RequestId] = set()
         self.num_refusals = 0
+        self._arena: RowArena | None = None
+        try:
+            self._arena = RowArena(shape, max_rows, dtype=pool.k.dtype, device=pool.device, home=home)
+        except TierFullError as error:
+            logger.warning("keys are read where they lie in their pools, which is slower: %s", error)
 
     @property
     def num_rows(self) -> int:
-        """Rows there is memory for now, of all requests."""
-        return sum(rows.capacity for rows in self._rows.values())
+        """Rows that requests have room for now."""
+        return self._arena.num_taken if self._arena is not None else 0
 
     def prepare(
         self,
@@ -62,53 +68,53 @@ class RowStore:
         make_context: Callable[[], ContextRows],
     ) -> HostRows | None:
         """The rows of a request whose positions 0 … start − 1 are all stored, with room for `num_new` more; None: there
-        is no memory for them, which is counted, and said once.
+        is no memory for them, which is counted.
+
+        Rows of other requests may move: what was read of `HostRows` in an earlier step does not hold any more.
 
         Args:
             max_tokens: that the request can have.
         Raises:
             InternalError: it has more, or all requests together have more than there is room for.
-        Cost: the first time, and where steps have passed by, reads K and V of what is missing in all layers.
+        Cost: the first time, and where steps have passed by, waits for the device, and reads K and V of what is missing
+            in all layers; see also `RowArena.open`.
         """
-        if request_id in self._refused:
+        if self._arena is None:
+            self.num_refusals += request_id not in self._refused
+            self._refused.add(request_id)
             return None
-        rows = self._rows.get(request_id) or self._open(request_id, max_tokens)
+        rows = self._rows.get(request_id)
         if rows is None:
-            return None
+            rows = self._rows[request_id] = self._open(self._arena, request_id, max_tokens)
         if start + num_new > rows.capacity:
             raise InternalError(f"request {request_id} has {start + num_new} tokens: {rows.capacity} were announced")
         rows.length = min(rows.length, start)  # what lies behind belonged to steps that are computed again
         if rows.length < start:
-            self._fill(rows, start, make_context())
+            self._fill(self._arena, rows, start, make_context())
         return rows
 
     def forget(self, request_id: RequestId) -> None:
-        """Give back what a request has."""
-        self._rows.pop(request_id, None)
+        """Give back what a request has. NOTE: the device may still read its rows: whoever gets them waits for it."""
+        rows = self._rows.pop(request_id, None)
+        if rows is not None and self._arena is not None:
+            self._arena.close(rows)
         self._refused.discard(request_id)
 
-    def _open(self, request_id: RequestId, max_tokens: int) -> HostRows | None:
+    def _open(self, arena: RowArena, request_id: RequestId, max_tokens: int) -> HostRows:
         if self.num_rows + max_tokens > self.max_rows:
             raise InternalError(
                 f"request {request_id} of {max_tokens} tokens was started: {self.num_rows} of {self.max_rows} rows are "
                 f"taken"
             )
-        try:
-            rows = HostRows(self._shape, max_tokens, dtype=self.dtype, device=self._device, home=self.home)
-        except TierFullError as error:
-            if not self.num_refusals:
-                logger.warning("keys are read where they lie in their pools, which is slower: %s", error)
-            self.num_refusals += 1
-            self._refused.add(request_id)
-            return None
-        self._rows[request_id] = rows
-        return rows
+        return arena.open(max_tokens)
 
-    def _fill(self, rows: HostRows, start: int, context: ContextRows) -> None:
+    def _fill(self, arena: RowArena, rows: HostRows, start: int, context: ContextRows) -> None:
+        """Copy positions rows.length … start − 1 from their blocks."""
         first = rows.length
-        for layer_idx in range(self._shape[0]):
-            for part, to in ((KVPart.K, rows.k), (KVPart.V, rows.v)):
-                context.copy_to_host(part, layer_idx, to[layer_idx, :, first:start], first)
+        arena.settle()  # kernels may still write blocks in host memory, and read these rows: they were another's
+        for part, to in ((KVPart.K, rows.k), (KVPart.V, rows.v)):
+            context.copy_to_host(part, to[:, :, first:start], first)
+        arena.settle()  # the CPU may score keys that come from the device
         rows.length = start
 
 

@@ -323,7 +323,7 @@ def attend_early(
         q=(q, "B Hq D"), near_k=(near_k, "Hkv S R D"), near_v=(near_v, "Hkv S R D"), scores=(scores, "n"),
         near_first=(rows.near_first, "B"), near_num=(rows.near_num, "B"), far_num=(rows.far_num, "B"),
         num_selected=(rows.num_selected, "B"), score_first=(rows.score_first, "B"), v_address=(rows.v_address, "B"),
-        capacity=(rows.capacity, "B"),
+        capacity=(rows.capacity, "B"), layer_rows=(rows.layer_rows, "B"),
     )  # fmt: skip
     check_alike(q=q, near_k=near_k, near_v=near_v)
     _check_pools(near_k, near_v)
@@ -406,6 +406,7 @@ def attend_predicted(
         order=(cut.order, "n"), bounds=(cut.bounds, "B Hkv two"), near_first=(rows.near_first, "B"),
         near_num=(rows.near_num, "B"), far_num=(rows.far_num, "B"), score_first=(rows.score_first, "B"),
         k_address=(rows.k_address, "B"), v_address=(rows.v_address, "B"), capacity=(rows.capacity, "B"),
+        layer_rows=(rows.layer_rows, "B"),
     )  # fmt: skip
     check_alike(q=q, early_q=early_q, near_k=near_k, near_v=near_v)
     _check_pools(near_k, near_v)
@@ -447,6 +448,7 @@ def attend_held(
         q=(q, "B Hq D"), near_k=(near_k, "Hkv S R D"), near_v=(near_v, "Hkv S R D"), near_first=(rows.near_first, "B"),
         near_num=(rows.near_num, "B"), far_num=(rows.far_num, "B"), score_first=(rows.score_first, "B"),
         k_address=(rows.k_address, "B"), v_address=(rows.v_address, "B"), capacity=(rows.capacity, "B"),
+        layer_rows=(rows.layer_rows, "B"),
         held_from=(held_rows.held_from, "B"), recent_first=(held_rows.recent_first, "B"),
     )  # fmt: skip
     check_alike(q=q, near_k=near_k, near_v=near_v)
@@ -488,6 +490,7 @@ def attend_windows(
         q=(q, "B Hq D"), sink_q=(sink_q, "B Hq D"), near_k=(near_k, "Hkv S R D"), near_v=(near_v, "Hkv S R D"),
         near_first=(rows.near_first, "B"), near_num=(rows.near_num, "B"), far_num=(rows.far_num, "B"),
         k_address=(rows.k_address, "B"), v_address=(rows.v_address, "B"), capacity=(rows.capacity, "B"),
+        layer_rows=(rows.layer_rows, "B"),
         sink_end=(windows.sink_end, "B"), window_first=(windows.window_first, "B"),
     )  # fmt: skip
     check_alike(q=q, sink_q=sink_q, near_k=near_k, near_v=near_v)
@@ -521,7 +524,8 @@ def choose_pages(
     """
     check_shapes(
         q=(q, "B Hq D"), near_k=(near_k, "Hkv S R D"), near_slots=(rows.near_slots, "B"), far_num=(rows.far_num, "B"),
-        k_address=(rows.k_address, "B"), capacity=(rows.capacity, "B"), **_box_shapes(boxes),
+        k_address=(rows.k_address, "B"), capacity=(rows.capacity, "B"), layer_rows=(rows.layer_rows, "B"),
+        **_box_shapes(boxes),
     )  # fmt: skip
     check_alike(q=q, near_k=near_k)
     _check_pools(near_k, near_k)
@@ -560,7 +564,8 @@ def attend_pages(
         q=(q, "B Hq D"), near_k=(near_k, "Hkv S R D"), near_v=(near_v, "Hkv S R D"), order=(cut.order, "n"),
         bounds=(cut.bounds, "B Hq two"), num_read=(num_read, "B Hkv"), near_first=(rows.near_first, "B"),
         near_num=(rows.near_num, "B"), far_num=(rows.far_num, "B"), k_address=(rows.k_address, "B"),
-        v_address=(rows.v_address, "B"), capacity=(rows.capacity, "B"), **_box_shapes(cut.boxes),
+        v_address=(rows.v_address, "B"), capacity=(rows.capacity, "B"), layer_rows=(rows.layer_rows, "B"),
+        **_box_shapes(cut.boxes),
     )  # fmt: skip
     check_alike(q=q, near_k=near_k, near_v=near_v)
     _check_pools(near_k, near_v)

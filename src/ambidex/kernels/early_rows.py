@@ -17,7 +17,8 @@ class EarlyRows:
         far_num: its far keys; `num_selected`: how many of them each KV head chooses, at most.
         score_first: where its scores [Hkv, G, far_num] begin.
         k_address, v_address: of its rows of K and V [L, Hkv, capacity, D], which the device can read; multiples of 16.
-        capacity: of these rows.
+        capacity: of these rows; `layer_rows`: as many rows lie between the beginnings of two layers, at least Hkv ·
+            capacity.
     """
 
     near_slots: Tensor
@@ -29,6 +30,7 @@ class EarlyRows:
     k_address: Tensor
     v_address: Tensor
     capacity: Tensor
+    layer_rows: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,66 +2,74 @@
 
 Pools in tile order serve attention over all keys; a single row lies there in many lines of memory (docs/kv_layout.md).
 A policy that reads some rows of a context, or has the CPU score its keys with torch, finds them here instead. On a GPU
-the memory is pinned, and kernels gather rows over the link where they lie.
+the memory is pinned, and kernels gather rows over the link where they lie. `RowArena` gives the memory.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ambidex.core.errors import TierFullError
-from ambidex.core.ids import KVPart
 from ambidex.kernels.cpu.score_rows import KeyRows
-from ambidex.kernels.cuda.pinned_view import view_on_gpu
-from ambidex.storage.row_home import IN_DRAM, RowHome
+from ambidex.storage.row_home import RowHome
+
+
+@dataclass(frozen=True, slots=True)
+class RowMemory:
+    """K and V of all requests, each [L, num_rows · Hkv · D] in host memory; `k_there`, `v_there` the same memory as the
+    device sees it."""
+
+    k: Tensor
+    v: Tensor
+    k_there: Tensor
+    v_there: Tensor
+    num_rows: int
+    num_heads: int
+    head_dim: int
+
+    def find(self, part: Tensor, start: int, capacity: int) -> Tensor:
+        """The rows of one request in K or V, from row `start` on: [L, Hkv, capacity, D], each layer contiguous."""
+        width = self.num_heads * self.head_dim
+        found = part[:, start * width : (start + capacity) * width]
+        return found.view(len(part), self.num_heads, capacity, self.head_dim)
 
 
 class HostRows:
     """Rows of all layers.
 
     Args:
-        shape: L, Hkv, D.
+        memory: of all requests.
+        start: of its rows, where these begin.
         capacity: rows there is room for.
-        dtype: of the numbers.
+        home: where they lie.
         device: who reads them besides the host.
-        home: where they lie, and who is asked to pin them.
 
     Attributes:
-        k, v: [L, Hkv, capacity, D] in host memory; `k_there`, `v_there` the same memory as the device sees it.
+        k, v: [L, Hkv, capacity, D] in host memory, each layer contiguous; `k_there`, `v_there` the same memory as the
+            device sees it. NOTE: between two steps rows may move, and these with them.
         keys: K of each layer as the CPU's scores take it.
         length: rows 0 … length − 1 are there, in all layers.
+        layer_rows: rows of one head from where a layer begins to where the next one does.
         base: [Hkv, 1] on the device, where each head begins among the rows of a layer side by side.
-    Raises:
-        TierFullError: there is no such memory, or it cannot be pinned.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, int, int],
-        capacity: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        home: RowHome = IN_DRAM,
-    ) -> None:
-        num_layers, num_heads, head_dim = shape
+    def __init__(self, memory: RowMemory, start: int, capacity: int, *, home: RowHome, device: torch.device) -> None:
+        self._memory = memory
         self.home = home
-        self.k = home.allocate(KVPart.K, (num_layers, num_heads, capacity, head_dim), dtype)
-        self.v = home.allocate(KVPart.V, (num_layers, num_heads, capacity, head_dim), dtype)
-        self.keys = [KeyRows(layer) for layer in self.k]
+        self.capacity = capacity
         self.length = 0
-        self.base = torch.arange(num_heads, device=device)[:, None] * capacity
-        self.k_there, self.v_there = self.k, self.v
-        if device.type == "cuda":
-            for part in (self.k, self.v):
-                reason = home.memory.pin(part, self)
-                if reason is not None:
-                    raise TierFullError(f"rows of a request cannot be pinned: {reason}")
-            self.k_there, self.v_there = view_on_gpu(self.k), view_on_gpu(self.v)
+        self.layer_rows = memory.num_rows * memory.num_heads
+        self.base = torch.arange(memory.num_heads, device=device)[:, None] * capacity
+        self.lie_at(start)
 
-    @property
-    def capacity(self) -> int:
-        """Rows there is room for."""
-        return self.k.shape[2]
+    def lie_at(self, start: int) -> None:
+        """Begin elsewhere; who calls it moves what is there."""
+        self.start = start
+        memory = self._memory
+        self.k, self.v, self.k_there, self.v_there = (
+            memory.find(part, start, self.capacity) for part in (memory.k, memory.v, memory.k_there, memory.v_there)
+        )
+        self.keys = [KeyRows(layer) for layer in self.k]
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Write the next row of all layers, [L, Hkv, D] each on the device; the host may read it once the step is over.

@@ -4,18 +4,21 @@
 (`storage/tiled_pool.py`) keeps them in the order that the native CPU kernels read.
 """
 
+import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ambidex.core.errors import TierFullError
+from ambidex.core.errors import ShapeError, TierFullError
 from ambidex.core.ids import KVPart, Tier
 from ambidex.core.kv_spec import KVSpec
 from ambidex.core.units import format_size
 from ambidex.kernels import api
+from ambidex.kernels.cuda.copy2d import RunCopies
 from ambidex.storage.host_memory import HOST_MEMORY, HostMemory
 from ambidex.storage.row_format import TORCH_DTYPES
 from ambidex.storage.slow_tier import SlowTier
@@ -136,6 +139,21 @@ class KVPool(ABC):
         """
 
     @abstractmethod
+    def copy_rows(self, part: KVPart, block_ids: Tensor, places: Tensor, to: Tensor) -> None:
+        """Copy rows of K or V of blocks of all layers into host memory.
+
+        Args:
+            block_ids: [n] int64 on the host.
+            places: [n] int64 on the host, ascending: where among the rows of a head the first one of each block goes,
+                the others behind it; what would come to lie before the first row or behind the last is left out.
+            to: [L, Hkv, m, D] in the pool's number format, pinned if the pool is on a GPU; the rows of a head are side
+                by side. Other rows stay as they are.
+        Raises:
+            ShapeError: the pool keeps another number format.
+        Cost: reads the rows once, of a pool on a GPU twice; that launches on its current stream and waits for nothing.
+        """
+
+    @abstractmethod
     def read_block(self, block_id: int) -> tuple[Tensor, Tensor]:
         """K and V rows of a block in all layers, each [L, Hkv, P, D] on the pool's device."""
 
@@ -179,9 +197,61 @@ class RowKVPool(KVPool):
     ) -> Tensor:
         return api.gather_blocks(self.layer(layer_idx)[part is KVPart.V], block_ids)[:, :num_keys].to(dtype)
 
+    def copy_rows(self, part: KVPart, block_ids: Tensor, places: Tensor, to: Tensor) -> None:
+        pool = self.v if part is KVPart.V else self.k
+        if pool.dtype != to.dtype:
+            raise ShapeError(f"copy_rows: rows are {to.dtype}, the pool is {pool.dtype}")
+        size, num_rows = self.spec.block_size, to.shape[2]
+        if self.device.type == "cuda":
+            self._copy_from_gpu(pool, block_ids, places, to)
+            return
+        runs = find_runs((block_ids * size).tolist(), places.tolist(), size, num_rows)
+        rows_per_block = self.spec.num_kv_heads * sum(run.num for run in runs) / max(1, len(block_ids))
+        for layer_idx, (layer, rows) in enumerate(zip(pool.flatten(2, 3), to, strict=True)):
+            with self.reading(part, layer_idx, block_ids, rows_per_block=rows_per_block):
+                for run in runs:
+                    rows[:, run.place : run.place + run.num] = layer[:, run.slot : run.slot + run.num]
+
+    def _copy_from_gpu(self, pool: Tensor, block_ids: Tensor, places: Tensor, to: Tensor) -> None:
+        """Of each layer, gather the blocks side by side, and have the copy engine bring the runs."""
+        size = self.spec.block_size
+        runs = find_runs([i * size for i in range(len(block_ids))], places.tolist(), size, to.shape[2])
+        ids = block_ids.to(self.device)
+        stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
+        for layer, rows in zip(pool, to, strict=True):
+            copies = RunCopies(api.gather_blocks(layer, ids), rows)
+            for run in runs:
+                copies.launch(stream, first=run.slot, place=run.place, num=run.num)
+
     def read_block(self, block_id: int) -> tuple[Tensor, Tensor]:
         return self.k[:, :, block_id], self.v[:, :, block_id]
 
     def write_block(self, block_id: int, k: Tensor, v: Tensor) -> None:
         self.k[:, :, block_id].copy_(k)
         self.v[:, :, block_id].copy_(v)
+
+
+@dataclass(frozen=True, slots=True)
+class RowRun:
+    """Rows that lie side by side, and go side by side: from `slot` on, to `place` and behind it."""
+
+    slot: int
+    place: int
+    num: int
+
+
+def find_runs(slots: Sequence[int], places: Sequence[int], size: int, num_rows: int) -> list[RowRun]:
+    """The runs of blocks of `size` rows whose first rows are at `slots` and go to `places`, without what would come to
+    lie before row 0 or behind row `num_rows` − 1."""
+    runs: list[RowRun] = []
+    for slot, place in zip(slots, places, strict=True):
+        skipped = max(0, -place)
+        run = RowRun(slot + skipped, place + skipped, min(size, num_rows - place) - skipped)
+        if run.num <= 0:
+            continue
+        last = runs[-1] if runs else None
+        if last is not None and (last.slot + last.num, last.place + last.num) == (run.slot, run.place):
+            runs[-1] = RowRun(last.slot, last.place, last.num + run.num)
+        else:
+            runs.append(run)
+    return runs

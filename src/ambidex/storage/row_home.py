@@ -43,26 +43,36 @@ class RowHome:
         self._slow = slow
         self.memory = memory
 
-    def allocate(self, part: KVPart, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
-        """Memory for K or V rows [L, Hkv, n, D], which may hold anything.
+    def allocate(self, part: KVPart, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Memory for K or V of L layers, [L, numbers of a layer], which may hold anything; in huge pages, if there are.
 
         Raises:
             TierFullError: there is no such memory on the node of the CXL tier, or at all.
+        Cost: touches what lies in the CXL tier.
         """
-        num_layers, *layer = shape
+        num_layers, num_numbers = shape
         is_mixed = self._layout.mapping is KVMapping.INTERLEAVE
         first = 0 if is_mixed else self._layout.first_cxl_layer
         if self._nodes is None or not (is_mixed or part is KVPart.V) or first >= num_layers or 0 in shape:
-            return _allocate(shape, dtype)
-        layer_bytes = torch.Size(layer).numel() * dtype.itemsize
+            rows = _allocate(shape, dtype)
+            self.memory.advise(rows)
+            return rows
+        layer_bytes = num_numbers * dtype.itemsize
         region = PlacedMemory(num_layers * layer_bytes, self.memory.numa)
-        rows = torch.frombuffer(region.buffer, dtype=dtype, count=torch.Size(shape).numel()).view(shape)
+        rows = torch.frombuffer(region.buffer, dtype=dtype, count=num_layers * num_numbers).view(shape)
         self.memory.advise(rows)
         wanted = [self._nodes.local, self._nodes.cxl] if is_mixed else [self._nodes.cxl]
         reason = region.place(first * layer_bytes, num_layers * layer_bytes, wanted)
         if reason is not None:
             raise TierFullError(f"rows of {part.upper()}: {reason}")
         return rows
+
+    def moving(self, num_layers: int, part_bytes: int) -> AbstractContextManager[None]:
+        """Move so many bytes of K, and of V, of each layer on the host within this."""
+        if self._slow is None:
+            return nullcontext()
+        shares = sum(self._layout.cxl_share(part, layer_idx) for part in KVPart for layer_idx in range(num_layers))
+        return self._slow.reading(shares * part_bytes, 2 * num_layers * part_bytes)
 
     def pace(self, part: KVPart, layer_idx: int, num_bytes: int) -> Callable[[float, float], float] | None:
         """What tells from the begin and the end of a read on the host when it would have ended; None: when it did."""

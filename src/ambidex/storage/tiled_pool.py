@@ -111,6 +111,14 @@ class TiledKVPool(KVPool):
     ) -> Tensor:
         return self._gather(part, layer_idx, block_ids, slice(0, num_keys), dtype)
 
+    def copy_rows(self, part: KVPart, block_ids: Tensor, places: Tensor, to: Tensor) -> None:
+        size = self.spec.block_size
+        is_v = part is KVPart.V
+        num = int(((places + size).clamp(max=to.shape[2]) - places.clamp(min=0)).clamp(min=0).sum())
+        for layer_idx, rows in enumerate(to):
+            with self.reading(part, layer_idx, block_ids, rows_per_block=len(rows) * num / max(1, len(block_ids))):
+                self.native.copy_rows(part.value, self.layer(layer_idx)[is_v], block_ids, places, rows)
+
     def read_block(self, block_id: int) -> tuple[Tensor, Tensor]:
         k, v = (self._read_block(part, block_id) for part in KVPart)
         return k, v

@@ -14,13 +14,14 @@ from ambidex.storage.host_memory import HostMemory
 from ambidex.storage.host_rows import HostRows
 from ambidex.storage.kv_parts import Nodes
 from ambidex.storage.numa_calls import PAGE_BYTES
+from ambidex.storage.row_arena import RowArena
 from ambidex.storage.row_home import IN_DRAM, RowHome
 from ambidex.storage.slow_tier import SlowTier
 from numa_world import FakeKernel
 
 CPU = torch.device("cpu")
 SHAPE = (3, 2, 32)
-CAPACITY = 16  # a head's rows fill half a page
+NUM_ROWS = 64  # 16 rows of a layer fill a page
 NODES = Nodes(cxl=1, local=0)
 
 
@@ -29,8 +30,13 @@ def make_home(kernel: FakeKernel, mapping: KVMapping = KVMapping.K_DRAM_V_CXL, f
     return RowHome(layout, nodes=NODES, memory=HostMemory(advise=lambda _: None, numa=kernel.calls()))
 
 
-def make_rows(home: RowHome) -> HostRows:
-    return HostRows(SHAPE, CAPACITY, dtype=torch.float32, device=CPU, home=home)
+def make_arena(home: RowHome) -> RowArena:
+    return RowArena(SHAPE, NUM_ROWS, dtype=torch.float32, device=CPU, home=home)
+
+
+def layers_of(rows: HostRows, kernel: FakeKernel, part: KVPart) -> list[set[int]]:
+    """The nodes on which each layer of a request's rows lies."""
+    return [set(nodes_of(layer, kernel)) for layer in (rows.k if part is KVPart.K else rows.v)]
 
 
 def nodes_of(tensor: torch.Tensor, kernel: FakeKernel) -> list[int]:
@@ -41,30 +47,36 @@ def nodes_of(tensor: torch.Tensor, kernel: FakeKernel) -> list[int]:
     return [int(node) for node in found]
 
 
-def test_rows_of_v_lie_in_the_cxl_tier_and_rows_of_k_do_not() -> None:
+def test_rows_of_v_lie_in_the_cxl_tier_and_rows_of_k_do_not_whoever_has_them() -> None:
     kernel = FakeKernel()
-    rows = make_rows(make_home(kernel))
-    assert nodes_of(rows.v, kernel) == [1, 1, 1]
-    assert set(nodes_of(rows.k, kernel)) == {0}
+    arena = make_arena(make_home(kernel))
+    for _ in range(3):
+        rows = arena.open(16)
+        assert layers_of(rows, kernel, KVPart.V) == [{1}, {1}, {1}]
+        assert layers_of(rows, kernel, KVPart.K) == [{0}, {0}, {0}]
 
 
-def test_rows_of_v_of_first_layers_lie_in_dram() -> None:
+def test_rows_of_v_of_first_layers_lie_in_dram_whoever_has_them() -> None:
     kernel = FakeKernel()
-    assert nodes_of(make_rows(make_home(kernel, first_cxl_layer=2)).v, kernel) == [0, 0, 1]
+    arena = make_arena(make_home(kernel, first_cxl_layer=2))
+    for capacity in (16, 32):
+        assert layers_of(arena.open(capacity), kernel, KVPart.V) == [{0}, {0}, {1}]
 
 
 def test_interleaved_rows_lie_on_both_nodes() -> None:
     kernel = FakeKernel()
-    rows = make_rows(make_home(kernel, KVMapping.INTERLEAVE))
-    assert nodes_of(rows.k, kernel) == nodes_of(rows.v, kernel) == [0, 1, 0]
+    arena = make_arena(make_home(kernel, KVMapping.INTERLEAVE))
+    for _ in range(2):
+        rows = arena.open(32)
+        assert layers_of(rows, kernel, KVPart.K) == layers_of(rows, kernel, KVPart.V) == [{0, 1}] * 3
 
 
 def test_rows_come_back_as_they_were_appended() -> None:
-    rows = make_rows(make_home(FakeKernel()))
-    for token in range(CAPACITY):
+    rows = make_arena(make_home(FakeKernel())).open(16)
+    for token in range(16):
         rows.append(torch.full(SHAPE, float(token)), torch.full(SHAPE, -float(token)))
-    assert (rows.k[1, 1, :, 5] == torch.arange(CAPACITY)).all()
-    assert (rows.v[2, 0, :, 31] == -torch.arange(CAPACITY)).all()
+    assert (rows.k[1, 1, :, 5] == torch.arange(16)).all()
+    assert (rows.v[2, 0, :, 31] == -torch.arange(16)).all()
     with pytest.raises(AssertionError, match="no more tokens than were announced"):
         rows.append(torch.zeros(SHAPE), torch.zeros(SHAPE))
 
@@ -72,24 +84,32 @@ def test_rows_come_back_as_they_were_appended() -> None:
 @pytest.mark.parametrize("kernel", [FakeKernel(refuse=errno.EPERM), FakeKernel(free_pages={0: 99, 1: 1})])
 def test_rows_for_which_the_tier_has_no_room_are_refused(kernel: FakeKernel) -> None:
     with pytest.raises(TierFullError, match="rows of V: "):
-        make_rows(make_home(kernel))
+        make_arena(make_home(kernel))
 
 
 def test_rows_that_no_memory_holds_are_refused() -> None:
     with pytest.raises(TierFullError, match="maps no"):
-        make_home(FakeKernel()).allocate(KVPart.V, (1, 1, 1 << 50, 256), torch.float32)
+        make_home(FakeKernel()).allocate(KVPart.V, (1, 1 << 58), torch.float32)
 
 
 def test_rows_that_dram_does_not_hold_are_refused() -> None:
     with pytest.raises(TierFullError, match=r"no 4096\.0 TiB of DRAM"):
-        IN_DRAM.allocate(KVPart.K, (1, 1, 1 << 42, 256), torch.float32)
+        IN_DRAM.allocate(KVPart.K, (1, 1 << 50), torch.float32)
 
 
 def test_rows_without_a_tier_lie_where_torch_puts_them() -> None:
     assert IN_DRAM.pace(KVPart.V, 0, 100) is None
     with IN_DRAM.copying(KVPart.V, 0, 100):
-        rows = IN_DRAM.allocate(KVPart.V, (1, 2, 3, 4), torch.bfloat16)
-    assert (rows.shape, rows.dtype) == ((1, 2, 3, 4), torch.bfloat16)
+        rows = IN_DRAM.allocate(KVPart.V, (2, 12), torch.bfloat16)
+    assert (rows.shape, rows.dtype) == ((2, 12), torch.bfloat16)
+
+
+def test_rows_are_asked_for_in_huge_pages() -> None:
+    asked: list[int] = []
+    layout = HostLayout(mapping=KVMapping.DRAM, num_near=4)
+    home = RowHome(layout, memory=HostMemory(advise=lambda rows: asked.append(rows.nbytes)))
+    RowArena(SHAPE, NUM_ROWS, dtype=torch.float32, device=CPU, home=home)
+    assert asked == [3 * 2 * 32 * 4 * NUM_ROWS] * 2
 
 
 def test_emulated_rows_are_read_at_the_pace_of_their_memory() -> None:

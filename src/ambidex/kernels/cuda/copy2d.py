@@ -1,4 +1,4 @@
-"""Copies of rows with gaps between them, from pinned host memory to the GPU, by the copy engine in one call.
+"""Copies of rows with gaps between them, between pinned host memory and the GPU, by the copy engine in one call.
 
 torch copies what is contiguous on both sides; rows with gaps it would gather in pageable memory first. The driver's
 two-dimensional copy takes them as they are. Source: CUDA Driver API, cuMemcpy2DAsync.
@@ -37,10 +37,10 @@ class RunCopies:
     all of them is worked out once: a step launches dozens.
 
     Args:
-        source: [H, N, …] in pinned host memory, each source[h] contiguous.
-        to: [H, M, …] on the GPU, likewise, of the same dtype.
+        source: [H, N, …] in pinned host memory or on the GPU, each source[h] contiguous.
+        to: [H, M, …] on the other side, likewise, of the same dtype.
     Raises:
-        ShapeError: they differ in more than N and M, or one is not contiguous.
+        ShapeError: they differ in more than N and M, one is not contiguous, or both lie on one side.
     """
 
     def __init__(self, source: Tensor, to: Tensor) -> None:
@@ -53,13 +53,16 @@ class RunCopies:
                 f"copies of runs: expected contiguous tensors that differ in their second axis, got {source.dtype} "
                 f"{tuple(source.shape)} and {to.dtype} {tuple(to.shape)}"
             )
+        if source.is_cuda == to.is_cuda:
+            raise ShapeError(f"copies of runs: expected one side on the GPU, got {source.device} and {to.device}")
         size = source.element_size()
         self._source, self._to = source.data_ptr(), to.data_ptr()
         self._pitches = source.stride(0) * size, to.stride(0) * size
         self._item_bytes = source.stride(1) * size
         self._height = len(source)
         self._kept = source, to  # the addresses are theirs
-        self._copy = _Copy2D(src_type=_HOST, dst_type=_DEVICE)
+        self._is_up = to.is_cuda
+        self._copy = _Copy2D(src_type=_HOST if self._is_up else _DEVICE, dst_type=_DEVICE if self._is_up else _HOST)
         self._copy_ref = ctypes.byref(self._copy)
 
     def launch(self, stream: ctypes.c_void_p, *, first: int, place: int, num: int) -> None:
@@ -83,7 +86,11 @@ class RunCopies:
         self, stream: ctypes.c_void_p, source: int, to: int, width: int, pitches: tuple[int, int], height: int
     ) -> None:
         copy = self._copy
-        copy.src_host, copy.src_pitch, copy.dst_device, copy.dst_pitch = source, pitches[0], to, pitches[1]
+        if self._is_up:
+            copy.src_host, copy.dst_device = source, to
+        else:
+            copy.src_device, copy.dst_host = source, to
+        copy.src_pitch, copy.dst_pitch = pitches
         copy.width, copy.height = width, height
         error = driver().cuMemcpy2DAsync_v2(self._copy_ref, stream)
         if error != 0:

@@ -19,8 +19,8 @@ def attend_early(
     group = q.shape[1] // num_kv_heads
     out = torch.zeros_like(q)
     numbers = (rows.near_first, rows.near_num, rows.far_num, rows.num_selected, rows.score_first, rows.v_address,
-               rows.capacity)  # fmt: skip
-    for row, (near_first, near_num, far_num, num_selected, first, address, capacity) in enumerate(
+               rows.capacity, rows.layer_rows)  # fmt: skip
+    for row, (near_first, near_num, far_num, num_selected, first, address, capacity, layer_rows) in enumerate(
         zip(*(part.tolist() for part in numbers), strict=True)
     ):
         if near_num == 0:
@@ -31,7 +31,8 @@ def attend_early(
         near = slice(near_first, near_first + near_num)
         v = near_v[:, :0, 0]
         if far_num:
-            v = read_layer(address, layer_idx, (num_kv_heads, capacity, head_dim), near_v.dtype)
+            shape = (num_kv_heads, capacity, head_dim)
+            v = read_layer(address, layer_idx, shape, near_v.dtype, layer_rows=layer_rows)
         out[row] = attend_chosen(
             q[row],
             near_k.flatten(1, 2)[:, near],
@@ -101,8 +102,8 @@ def attend_predicted(
     group = q.shape[1] // num_kv_heads
     out = torch.zeros_like(q)
     numbers = (rows.near_first, rows.near_num, rows.far_num, rows.score_first, rows.k_address, rows.v_address,
-               rows.capacity)  # fmt: skip
-    for row, (near_first, near_num, far_num, first, k_address, v_address, capacity) in enumerate(
+               rows.capacity, rows.layer_rows)  # fmt: skip
+    for row, (near_first, near_num, far_num, first, k_address, v_address, capacity, layer_rows) in enumerate(
         zip(*(part.tolist() for part in numbers), strict=True)
     ):
         near = slice(near_first, near_first + near_num)
@@ -115,7 +116,10 @@ def attend_predicted(
                 low, end = cut.bounds[row, head].tolist()
                 places = ((order > low) | ((order == low) & (torch.arange(far_num) < end))).nonzero()[:, 0]
                 shape = (num_kv_heads, capacity, head_dim)
-                k, v = (read_layer(at, layer_idx, shape, near_v.dtype)[head] for at in (k_address, v_address))
+                k, v = (
+                    read_layer(at, layer_idx, shape, near_v.dtype, layer_rows=layer_rows)[head]
+                    for at in (k_address, v_address)
+                )
             heads = slice(head * group, (head + 1) * group)
             given = early[row, heads].float() @ k[places].to(q.device).float().T * scale
             out[row, heads] = attend_chosen(
@@ -130,9 +134,13 @@ def attend_predicted(
     return out
 
 
-def read_layer(address: int, layer_idx: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Rows of one layer of those that lie at an address."""
-    return _read_at(address + layer_idx * torch.Size(shape).numel() * dtype.itemsize, shape, dtype)
+def read_layer(
+    address: int, layer_idx: int, shape: tuple[int, ...], dtype: torch.dtype, *, layer_rows: int | None = None
+) -> Tensor:
+    """Rows of one layer of those that lie at an address; layers begin `layer_rows` rows apart, or (None) lie right
+    behind each other."""
+    apart = torch.Size(shape).numel() if layer_rows is None else layer_rows * shape[-1]
+    return _read_at(address + layer_idx * apart * dtype.itemsize, shape, dtype)
 
 
 def _read_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -22,10 +22,9 @@ def attend_held(
     out, lse = torch.zeros_like(q), torch.full((num_rows, num_q_heads), -torch.inf)
     scores = torch.full((num_q_heads * (max_far + num_rows),), torch.nan)
     numbers = (rows.near_first, rows.near_num, rows.far_num, rows.score_first, rows.k_address, rows.v_address,
-               rows.capacity, held.held_from, held.recent_first)  # fmt: skip
-    for row, (near_first, near_num, far_num, first, k_address, v_address, capacity, held_address, recent) in enumerate(
-        zip(*(part.tolist() for part in numbers), strict=True)
-    ):
+               rows.capacity, rows.layer_rows, held.held_from, held.recent_first)  # fmt: skip
+    for row, values in enumerate(zip(*(part.tolist() for part in numbers), strict=True)):
+        near_first, near_num, far_num, first, k_address, v_address, capacity, layer_rows, held_address, recent = values
         if near_num == 0:
             continue
         near, num_keys = slice(near_first, near_first + near_num), far_num + near_num
@@ -33,14 +32,17 @@ def attend_held(
         is_held = read_layer(held_address, layer_idx, (num_kv_heads, capacity), torch.uint8)[:, :far_num] != 0
         is_held[:, recent:] = True
         shape = (num_kv_heads, capacity, head_dim)
-        k, v = (read_layer(address, layer_idx, shape, q.dtype)[:, :far_num] for address in (k_address, v_address))
+        k, v = (
+            read_layer(address, layer_idx, shape, q.dtype, layer_rows=layer_rows)[:, :far_num]
+            for address in (k_address, v_address)
+        )
         for head in range(num_q_heads):
             kv_head = head // group
             taken = is_held[kv_head]
             keys = torch.cat((k[kv_head, taken], near_k[kv_head].flatten(0, 1)[near])).float()
-            values = torch.cat((v[kv_head, taken], near_v[kv_head].flatten(0, 1)[near])).float()
+            kept = torch.cat((v[kv_head, taken], near_v[kv_head].flatten(0, 1)[near])).float()
             own = keys @ q[row, head].float() * scale
-            out[row, head] = (own.softmax(0) @ values).to(q.dtype)
+            out[row, head] = (own.softmax(0) @ kept).to(q.dtype)
             lse[row, head] = own.logsumexp(0)
             own_scores[head, torch.cat((taken, torch.ones(near_num, dtype=torch.bool)))] = own
     return out, lse, scores
@@ -56,21 +58,23 @@ def attend_windows(
     group = q.shape[1] // num_kv_heads
     out = torch.zeros_like(q)
     numbers = (rows.near_first, rows.near_num, rows.far_num, rows.k_address, rows.v_address, rows.capacity,
-               windows.sink_end, windows.window_first)  # fmt: skip
-    for row, (near_first, near_num, far_num, k_address, v_address, capacity, sink_end, first) in enumerate(
-        zip(*(part.tolist() for part in numbers), strict=True)
-    ):
+               rows.layer_rows, windows.sink_end, windows.window_first)  # fmt: skip
+    for row, values in enumerate(zip(*(part.tolist() for part in numbers), strict=True)):
+        near_first, near_num, far_num, k_address, v_address, capacity, layer_rows, sink_end, first = values
         if near_num == 0:
             continue
         near, shape = slice(near_first, near_first + near_num), (num_kv_heads, capacity, head_dim)
-        k, v = (read_layer(address, layer_idx, shape, q.dtype)[:, :far_num] for address in (k_address, v_address))
+        k, v = (
+            read_layer(address, layer_idx, shape, q.dtype, layer_rows=layer_rows)[:, :far_num]
+            for address in (k_address, v_address)
+        )
         for head in range(q.shape[1]):
             kv_head = head // group
             sinks = k[kv_head, :sink_end].float() @ sink_q[row, head].float()
             newest = torch.cat((k[kv_head, first:], near_k[kv_head].flatten(0, 1)[near])).float()
             scores = torch.cat((sinks, newest @ q[row, head].float())) * scale
-            values = torch.cat((v[kv_head, :sink_end], v[kv_head, first:], near_v[kv_head].flatten(0, 1)[near]))
-            out[row, head] = (scores.softmax(0) @ values.float()).to(q.dtype)
+            kept = torch.cat((v[kv_head, :sink_end], v[kv_head, first:], near_v[kv_head].flatten(0, 1)[near]))
+            out[row, head] = (scores.softmax(0) @ kept.float()).to(q.dtype)
     return out
 
 

@@ -34,7 +34,8 @@ def choose_pages(
         if (far_num + 1) % page == 0:
             own = near_k.flatten(1, 2)[:, numbers["near_slots"], None]  # [Hkv, 1, D]
             shape = (num_kv_heads, numbers["capacity"], head_dim)
-            older = read_layer(numbers["k_address"], layer_idx, shape, q.dtype)[:, far_num + 1 - page : far_num]
+            older = read_layer(numbers["k_address"], layer_idx, shape, q.dtype, layer_rows=numbers["layer_rows"])
+            older = older[:, far_num + 1 - page : far_num]
             keys = torch.cat((older, own), 1).float()
             kept[:, num_pages - 1, 0], kept[:, num_pages - 1, 1] = keys.amin(1), keys.amax(1)
         low, high = kept[:, : num_pages - 1].unbind(2)
@@ -67,7 +68,8 @@ def attend_pages(
         near = slice(numbers["near_first"], numbers["near_first"] + numbers["near_num"])
         shape = (num_kv_heads, numbers["capacity"], head_dim)
         k, v = (
-            read_layer(numbers[name], layer_idx, shape, q.dtype)[:, :far_num] for name in ("k_address", "v_address")
+            read_layer(numbers[name], layer_idx, shape, q.dtype, layer_rows=numbers["layer_rows"])[:, :far_num]
+            for name in ("k_address", "v_address")
         )
         order = cut.order[numbers["bound_first"] :][: num_q_heads * num_pages].view(num_q_heads, num_pages)
         low, end = cut.bounds[row, :, :1], cut.bounds[row, :, 1:]

@@ -126,9 +126,9 @@ def _cut_kernel(
 @triton.jit(do_not_specialize=["layer_idx"])
 def _attend_kernel(
     q_ptr, early_ptr, near_k_ptr, near_v_ptr, near_first_ptr, near_num_ptr, given_ptr, order_ptr, cut_ptr,
-    score_first_ptr, far_num_ptr, k_address_ptr, v_address_ptr, capacity_ptr, held_address_ptr, recent_first_ptr,
-    sink_end_ptr, num_pages_ptr, bound_first_ptr, num_read_ptr, scores_ptr, part_ptr, part_lse_ptr, scale_log2,
-    layer_idx, near_head_stride,
+    score_first_ptr, far_num_ptr, k_address_ptr, v_address_ptr, capacity_ptr, layer_rows_ptr, held_address_ptr,
+    recent_first_ptr, sink_end_ptr, num_pages_ptr, bound_first_ptr, num_read_ptr, scores_ptr, part_ptr, part_lse_ptr,
+    scale_log2, layer_idx, near_head_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr, BLOCK_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr, PRECISION: tl.constexpr,
     LOG2_E: tl.constexpr, IS_GIVEN: tl.constexpr, IS_HELD: tl.constexpr, IS_WINDOW: tl.constexpr,
@@ -157,15 +157,16 @@ def _attend_kernel(
     near_k_ptr += kv_head * near_head_stride + near_first * HEAD_DIM
     near_v_ptr += kv_head * near_head_stride + near_first * HEAD_DIM
     score_first = tl.load(score_first_ptr + row)
-    first_row = (layer_idx * NUM_KV_HEADS + kv_head) * tl.load(capacity_ptr + row)
-    far_head = first_row * HEAD_DIM
+    capacity = tl.load(capacity_ptr + row)
+    far_head = (layer_idx * tl.load(layer_rows_ptr + row) + kv_head * capacity) * HEAD_DIM
     if IS_GIVEN:
         given_ptr += score_first + kv_head * GROUP * num_far
     else:
         k_ptr = tl.multiple_of(tl.load(k_address_ptr + row).to(near_k_ptr.dtype), 16) + far_head
         early = tl.load(early_ptr + q_heads[:, None] * HEAD_DIM + dims[None, :], mask=is_q, other=0.0)
     if IS_HELD:
-        held_ptr = tl.load(held_address_ptr + row).to(tl.pointer_type(tl.uint8)) + first_row
+        held_ptr = tl.load(held_address_ptr + row).to(tl.pointer_type(tl.uint8))
+        held_ptr += (layer_idx * NUM_KV_HEADS + kv_head) * capacity
         recent_first = tl.load(recent_first_ptr + row).to(tl.int32)
         scores_ptr += score_first + kv_head * GROUP * num_keys
     elif IS_WINDOW:
@@ -327,7 +328,7 @@ def launch_attention(
     _attend_kernel[(num_splits, num_kv_heads, num_rows)](
         q, early, near_k, near_v, rows.near_first, rows.near_num, given, None if cut is None else cut.order,
         None if cut is None else cut.bounds, rows.score_first, rows.far_num, rows.k_address, rows.v_address,
-        rows.capacity, None if held is None else held.held_from, recent_first,
+        rows.capacity, rows.layer_rows, None if held is None else held.held_from, recent_first,
         None if windows is None else windows.sink_end, None if boxes is None else boxes.num_pages,
         None if boxes is None else boxes.bound_first, num_read, scores, part, part_lse, scale * _LOG2_E,
         layer_idx, near_k.stride(0),

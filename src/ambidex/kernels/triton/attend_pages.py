@@ -31,8 +31,8 @@ _FILLED_KEYS: Final = 16
 
 @triton.jit(do_not_specialize=["layer_idx", "box_layer"])
 def _bound_kernel(
-    q_ptr, near_k_ptr, near_slots_ptr, far_num_ptr, k_address_ptr, capacity_ptr, boxes_address_ptr, box_capacity_ptr,
-    num_pages_ptr, bound_first_ptr, order_ptr, layer_idx, box_layer, near_head_stride,
+    q_ptr, near_k_ptr, near_slots_ptr, far_num_ptr, k_address_ptr, capacity_ptr, layer_rows_ptr, boxes_address_ptr,
+    box_capacity_ptr, num_pages_ptr, bound_first_ptr, order_ptr, layer_idx, box_layer, near_head_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
     PAGE_TOKENS: tl.constexpr, ROW_BLOCK: tl.constexpr, BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +55,7 @@ def _bound_kernel(
         low = low.to(tl.float32)
         high = low
         k_ptr = tl.multiple_of(tl.load(k_address_ptr + row).to(near_k_ptr.dtype), 16)
-        k_ptr += (layer_idx * NUM_KV_HEADS + head) * tl.load(capacity_ptr + row) * HEAD_DIM
+        k_ptr += (layer_idx * tl.load(layer_rows_ptr + row) + head * tl.load(capacity_ptr + row)) * HEAD_DIM
         for first in range(0, PAGE_TOKENS - 1, ROW_BLOCK):
             places = first + tl.arange(0, ROW_BLOCK)
             is_number = (places < PAGE_TOKENS - 1)[:, None] & is_dim[None, :]
@@ -94,9 +94,9 @@ def choose_pages(
     num_splits = choose_num_splits(num_rows * num_kv_heads, _num_multiprocessors(q.device))
     dim_block = triton.next_power_of_2(head_dim)
     _bound_kernel[(num_splits, num_kv_heads, num_rows)](
-        q, near_k, rows.near_slots, rows.far_num, rows.k_address, rows.capacity, boxes.boxes_address,
-        boxes.box_capacity, boxes.num_pages, boxes.bound_first, order, layer_idx, layer_idx - boxes.first_layer,
-        near_k.stride(0),
+        q, near_k, rows.near_slots, rows.far_num, rows.k_address, rows.capacity, rows.layer_rows,
+        boxes.boxes_address, boxes.box_capacity, boxes.num_pages, boxes.bound_first, order, layer_idx,
+        layer_idx - boxes.first_layer, near_k.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=num_q_heads // num_kv_heads, HEAD_DIM=head_dim, DIM_BLOCK=dim_block,
         PAGE_TOKENS=boxes.page_tokens, ROW_BLOCK=_FILLED_KEYS, BLOCK=max(1, _BOUND_NUMBERS // dim_block),
         NUM_SPLITS=num_splits, num_warps=4,
