@@ -204,4 +204,6 @@ def test_where_no_memory_is_left_for_rows_of_a_policy_they_are_read_from_blocks(
     assert tokens(run(engine)) == expected
     assert 1 <= engine.stats.fallbacks[Fallback.NO_ROWS] <= len(expected)
     assert caplog.text.count("keys are read where they lie in their pools") == 1
+    assert engine.report.value("compute", "policy_rows") == "none"
+    assert engine.report.why("compute", "policy_rows").startswith("K and V are read from the blocks: rows of V: ")
     engine.core.scheduler.check()

@@ -34,7 +34,8 @@ class RowStore:
         home: where rows lie.
 
     Attributes:
-        num_refusals: requests so far for whose rows the machine had no memory.
+        refusal: why the machine has no memory for rows; None: it has.
+        num_refusals: requests so far that have none therefore.
     """
 
     def __init__(
@@ -47,10 +48,12 @@ class RowStore:
         self._rows: dict[RequestId, HostRows] = {}
         self._refused: set[RequestId] = set()
         self.num_refusals = 0
+        self.refusal: str | None = None
         self._arena: RowArena | None = None
         try:
             self._arena = RowArena(shape, max_rows, dtype=pool.k.dtype, device=pool.device, home=home)
         except TierFullError as error:
+            self.refusal = str(error)
             logger.warning("keys are read where they lie in their pools, which is slower: %s", error)
 
     @property

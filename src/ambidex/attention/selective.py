@@ -148,10 +148,14 @@ class SelectiveAttention:
         return self._early
 
     @property
+    def row_store(self) -> RowStore | None:
+        """Who keeps rows, of whichever form of steps; None: nobody."""
+        return self._early.requests.row_store if self._early is not None else self._row_store
+
+    @property
     def num_row_refusals(self) -> int:
         """Requests so far for whose rows the machine had no memory."""
-        store = self._early.requests.row_store if self._early is not None else self._row_store
-        return store.num_refusals if store is not None else 0
+        return self.row_store.num_refusals if self.row_store is not None else 0
 
     @property
     def has_prompts(self) -> bool:

@@ -67,13 +67,14 @@ def test_more_requests_than_there_is_room_for_are_a_fault() -> None:
 
 
 NUM_BLOCKS = 24
+SPEC = make_spec(windows=(None,) * 3)
 
 
 def make_pool(
     tier: Tier, order: KVOrder, dtype: DType, *, device: str = "cpu", slow: SlowTier | None = None, block_size: int = 16
 ) -> KVPool:
     """A pool of random rows."""
-    kv = KVSpec.of(make_spec(), dtype=dtype, block_size=block_size, order=order)
+    kv = KVSpec.of(SPEC, dtype=dtype, block_size=block_size, order=order)
     pool: KVPool
     if order is KVOrder.TILES:
         native = AttentionPool(ThreadPool(2))
@@ -131,7 +132,7 @@ def test_rows_are_what_the_blocks_of_both_tiers_hold(
         Tier.GPU: make_pool(Tier.GPU, gpu, dtype, device=device, block_size=block_size),
         Tier.DRAM: make_pool(Tier.DRAM, dram, dtype, block_size=block_size),
     }
-    store = RowStore(make_spec(), pools, max_rows=8 * block_size)
+    store = RowStore(SPEC, pools, max_rows=8 * block_size)
     blocks = choose_blocks(8, seed=seed)
     rows = prepare(store, A, 3 * block_size - 2, blocks, pools, most=8 * block_size)
     check_rows(rows, blocks, pools, 3 * block_size - 2)
@@ -150,7 +151,7 @@ def test_rows_are_what_the_blocks_of_both_tiers_hold(
 def test_rows_of_requests_that_follow_each_other_in_the_same_memory_are_their_own() -> None:
     """Memory was once taken anew for each request; now it holds the rows of others."""
     pools = {tier: make_pool(tier, KVOrder.TILES, DType.BF16) for tier in (Tier.GPU, Tier.DRAM)}
-    store = RowStore(make_spec(), pools, max_rows=200)
+    store = RowStore(SPEC, pools, max_rows=200)
     generator = random.Random(3)
     live: dict[RequestId, tuple[HostRows, list[BlockRef], int]] = {}
     for i in range(60):
@@ -172,7 +173,7 @@ def test_memory_that_there_is_not_is_said_once_and_each_request_without_rows_is_
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pools = {tier: make_pool(tier, KVOrder.ROWS, DType.FP32) for tier in (Tier.GPU, Tier.DRAM)}
-    store = RowStore(make_spec(), pools, max_rows=1 << 44)
+    store = RowStore(SPEC, pools, max_rows=1 << 44)
     for name in (A, A, B):
         assert store.prepare(name, 0, 1, max_tokens=20, make_context=no_context) is None
     assert (store.num_refusals, store.num_rows) == (2, 0)
@@ -181,7 +182,7 @@ def test_memory_that_there_is_not_is_said_once_and_each_request_without_rows_is_
 
 
 def test_rows_of_emulated_memory_are_copied_at_its_pace() -> None:
-    kv = KVSpec.of(make_spec(), dtype=DType.FP32, block_size=16, order=KVOrder.TILES)
+    kv = KVSpec.of(SPEC, dtype=DType.FP32, block_size=16, order=KVOrder.TILES)
     layout = HostLayout(mapping=KVMapping.K_DRAM_V_CXL, num_near=NUM_BLOCKS)
     v_bytes = 40 * kv.num_layers * kv.num_kv_heads * kv.row_bytes(KVPart.V)
     slow = SlowTier(SlowMemory(latency_s=0.0, bytes_per_s=v_bytes / 0.1), kv, layout, torch.device("cpu"))
@@ -189,7 +190,7 @@ def test_rows_of_emulated_memory_are_copied_at_its_pace() -> None:
         Tier.GPU: make_pool(Tier.GPU, KVOrder.ROWS, DType.FP32),
         Tier.DRAM: make_pool(Tier.DRAM, KVOrder.TILES, DType.FP32, slow=slow),
     }
-    store = RowStore(make_spec(), pools, max_rows=64)
+    store = RowStore(SPEC, pools, max_rows=64)
     blocks = [BlockRef(Tier.DRAM, BlockId(block_id)) for block_id in (5, 2, 9, 4)]
     start = time.perf_counter()
     rows = prepare(store, A, 40, blocks, pools, most=64)
@@ -218,7 +219,7 @@ def test_rows_of_many_requests_on_a_gpu_are_pinned_twice_in_all() -> None:
         Tier.DRAM: make_pool(Tier.DRAM, KVOrder.TILES, DType.BF16, device="cuda"),
     }
     home = RowHome(HostLayout(mapping=KVMapping.DRAM, num_near=NUM_BLOCKS), memory=HostMemory(pin=pin))
-    store = RowStore(make_spec(), pools, max_rows=200, home=home)
+    store = RowStore(SPEC, pools, max_rows=200, home=home)
     for i in range(20):
         name, blocks = RequestId(f"r{i}"), choose_blocks(8, seed=i)
         rows = prepare(store, name, 100 + i, blocks, pools, most=128 + i)

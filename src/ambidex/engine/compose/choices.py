@@ -94,7 +94,7 @@ class Choices:
     def has_early_steps(self) -> bool:
         """Steps of one token a request have the form of policies that look ahead (`attention/early_decode.py`)."""
         looks_ahead = self.policy.settings.name.looks_ahead
-        return looks_ahead and self.threads is not None and self.memory.max_kept_rows is not None
+        return looks_ahead and self.threads is not None and self.rows is not None
 
     def most_running(self, config: EngineConfig) -> int:
         """Requests of a step: as many as are allowed, or as the rule of a policy has chosen."""

@@ -151,9 +151,17 @@ def why_no_early_pools(attention: TieredAttention | SelectiveAttention) -> str |
     early = attention.early if isinstance(attention, SelectiveAttention) else None
     if early is None:
         return None
+    if early.requests.row_store.refusal is not None:
+        return f"no rows are kept in host memory: {early.requests.row_store.refusal}"
     if early.pin_refusal is not None:
         return f"the accelerator cannot read scores in host memory, which are not pinned: {early.pin_refusal}"
     return "no K and V lie on the accelerator" if attention.pools[Tier.GPU].num_blocks == 0 else None
+
+
+def find_row_refusal(attention: TieredAttention | SelectiveAttention) -> str | None:
+    """Why a policy keeps no rows that it was to keep; None: it does, or was to keep none."""
+    store = attention.row_store if isinstance(attention, SelectiveAttention) else None
+    return store.refusal if store is not None else None
 
 
 def make_tuner(

@@ -171,7 +171,7 @@ def describe(
             *policy_rows(
                 choices.policy,
                 choices.bounded,
-                max_kept_rows=choices.memory.max_kept_rows,
+                max_kept_rows=None if choices.rows is None else choices.memory.max_kept_rows,
                 rows_why=choices.rows_why,
                 state=choices.memory.state,
                 max_state_tokens=choices.memory.max_state_tokens,

@@ -17,6 +17,7 @@ from ambidex.engine.compose.hot import choose_hot, hot_row, make_hot, make_promo
 from ambidex.engine.compose.lanes import choose_scan, choose_stream, explain_stream
 from ambidex.engine.compose.parts import (
     CHOICES_PER_VERIFIED,
+    find_row_refusal,
     make_attention,
     make_bounded,
     make_decode_steps,
@@ -183,6 +184,9 @@ def build_engine(
     if why_not is not None and choices.decode_form is not DecodeForm.ORDINARY:
         why = f"steps of policy {config.policy} are launched op by op: {why_not}"
         choices = replace(choices, decode_form=DecodeForm.ORDINARY, decode_form_why=why)
+    row_refusal = find_row_refusal(attention)
+    if row_refusal is not None:
+        choices = replace(choices, rows=None, rows_why=f"K and V are read from the blocks: {row_refusal}")
     steps = early_steps or decode_steps
     fallbacks = collect_fallbacks(
         config, choices, pools, None if divided is None else divided.weights, find_pin_refusals(attention)
