@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -110,6 +111,30 @@ void parallel_for(ThreadPool& pool, std::size_t num_items, const Body& body) {
     for (std::size_t i = 0; i < num_items; ++i) body(i);
   } else {
     pool.run(work, &context);
+  }
+}
+
+// The same for items that the threads share out among themselves, so many at a time: a thread whose processor is busy with
+// other work keeps the caller waiting for no more than those.
+template <class Body>
+void share_for(ThreadPool& pool, std::size_t num_items, std::size_t num_at_once, const Body& body) {
+  struct Context {
+    const Body& body;
+    std::size_t num_items, num_at_once;
+    std::atomic<std::size_t> next{0};
+  } context{body, num_items, num_at_once};
+  const auto work = [](void* pointer, std::size_t) {
+    auto& c = *static_cast<Context*>(pointer);
+    while (true) {
+      const std::size_t begin = c.next.fetch_add(c.num_at_once, std::memory_order_relaxed);
+      if (begin >= c.num_items) return;
+      for (std::size_t i = begin; i < std::min(begin + c.num_at_once, c.num_items); ++i) c.body(i);
+    }
+  };
+  if (num_items <= num_at_once) {
+    work(&context, 0);
+  } else {
+    pool.run_shared(work, &context);
   }
 }
 
