@@ -33,7 +33,16 @@ from ambidex.kernels.cpu.native import AttentionPool, ThreadPool
 from ambidex.storage.huge_pages import advise_huge_pages
 from ambidex.storage.kv_pool import KVPool, RowKVPool
 from ambidex.storage.tiled_pool import TiledKVPool
-from harness import REPO, Quantiles, append_record, environment, measure_seconds, significant, watch_others
+from harness import (
+    REPO,
+    Quantiles,
+    append_record,
+    environment,
+    measure_seconds,
+    significant,
+    wait_until_quiet,
+    watch_others,
+)
 
 BLOCK_SIZE: Final = 16
 NUM_REQUESTS: Final = 8
@@ -48,6 +57,7 @@ def main() -> int:
     spec, pools = make_world(options)
     blocks = choose_blocks(pools)
     num_bytes = 2 * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * options.tokens
+    wait_until_quiet(longest_s=options.wait)
     with watch_others() as others:
         start = time.perf_counter()
         store = RowStore(spec, pools, max_rows=options.tokens + NUM_OUTPUT)
@@ -93,6 +103,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=1920, help="a multiple of 64")
     parser.add_argument("--gpu-share", type=float, default=0.25, help="of the blocks, on the accelerator")
     parser.add_argument("--threads", type=int, default=read_topology().num_usable_cores)
+    parser.add_argument("--wait", type=float, default=60.0, help="seconds, at most, for others to leave the cores")
     parser.add_argument("--out", type=Path, default=REPO / "bench" / "results" / "row_start.jsonl")
     return parser.parse_args()
 
