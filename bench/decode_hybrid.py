@@ -41,6 +41,7 @@ from ambidex.core.policy import PolicyName
 from ambidex.engine.compose import build_engine
 from ambidex.engine.engine import Engine
 from ambidex.models.base import AttentionOp, CausalLM
+from ambidex.models.weights import DUMMY_SCORE_STD
 from ambidex.runner.decode import DecodeForm
 from ambidex.runner.graphs import DecodeSteps
 from ambidex.runner.input_batch import InputBatch
@@ -56,12 +57,17 @@ INT8_STD: Final = 30.0
 
 
 class RandomPrompts:
-    """Calls the model for decode steps alone; in others, K and V are what the pools were filled with at the first."""
+    """Calls the model for decode steps alone; in others, K and V are what the pools were filled with at the first.
+
+    Args:
+        width: of hidden states.
+        score_spread: standard deviation of scores in nats; None: that of dummy weights (`models/weights.py`).
+    """
 
     def __init__(self, width: int, score_spread: float | None) -> None:
         self._width = width
-        dummy_std = DUMMY_STD * width**0.5
-        self._key_std = dummy_std if score_spread is None else score_spread / dummy_std
+        spread = DUMMY_SCORE_STD if score_spread is None else score_spread
+        self._key_std = DUMMY_STD * width**0.5 * spread / DUMMY_SCORE_STD
         self._is_filled = False
 
     def __call__(self, model: CausalLM, batch: InputBatch, attention: AttentionOp) -> Tensor:
@@ -83,8 +89,7 @@ class RandomPrompts:
 def fill_pools(attention: TieredAttention | SelectiveAttention, *, key_std: float) -> None:
     """Fill the pools of both tiers with numbers of a normal distribution, the same for every few blocks.
 
-    With the spread of keys that dummy weights give, scores have theirs, too (`models/weights.py`): a standard deviation
-    of that spread squared, since queries have it as well.
+    With the spread of keys that dummy weights give, scores have theirs, too (`models/weights.py`).
     """
     for pool in attention.pools.values():
         for part, std in zip(pool.tensors, (key_std, 1.0, key_std, 1.0), strict=False):
@@ -194,7 +199,7 @@ def add_step_options(parser: argparse.ArgumentParser, *, points: str) -> None:
     parser.add_argument("--exact-layers", type=int, help="first layers that attend all keys, with infinigen and "
                         "hybridgen; default: 2")  # fmt: skip
     parser.add_argument("--score-spread", type=float, help="standard deviation of scores in nats, of a normal "
-                        "distribution; default: that of dummy weights, 1.6 with llama-3.1-8b")  # fmt: skip
+                        "distribution; default: that of dummy weights, 4.5")  # fmt: skip
 
 
 def read_step_options(

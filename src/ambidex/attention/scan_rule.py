@@ -6,9 +6,10 @@ Seconds of a layer, by the rate at which the lanes read DRAM together and the by
     bounded   products + keys · (scanned bytes + kept share · 2 · bytes of a kept key) / scan rate + 60 µs
 
 The scan rate is that of the lanes that scan: the same, or without a scan lane the CPU's alone. The kept share is that
-of the last step that scanned; the products are what is left of such steps' times.
+of the last step that scanned; the products are what is left of the time of the fastest of the last such steps.
 """
 
+from collections import deque
 from typing import Final
 
 _EXTRA_S: Final = 60e-6
@@ -19,8 +20,8 @@ _KEPT_COST: Final = 2
 """Kept keys are single rows: there the CPU's threads read half as many bytes a second of them as of runs (42 GB/s)."""
 _FIRST_KEPT_SHARE: Final = 0.05
 """Before anything was scanned: between what sharp and flat attention keep at a dropped mass of 0.01."""
-_NEWEST: Final = 0.5
-"""What the newest step counts in the mean of products."""
+_NUM_TIMED: Final = 3
+"""Scanning steps before their times count, and of how many the fastest does: one that was held up says nothing."""
 _LOOK_AGAIN_STEPS: Final = 64
 """Steps after which keys are scanned once more where too many were kept, to see whether it is still so."""
 
@@ -48,6 +49,7 @@ class ScanRule:
         self._rate, self._link = rate, link
         self._scan_rate = scan_rate if scan_rate is not None else rate
         self._products_s = 0.0
+        self._found_s: deque[float] = deque(maxlen=_NUM_TIMED)
         self._exact, self._scanned, self._kept = exact_bytes, scanned_bytes, kept_bytes
         self._kept_share = _FIRST_KEPT_SHARE
         self._num_held_back = 0
@@ -89,7 +91,9 @@ class ScanRule:
     def note_time(self, layer_s: float, num_keys: int) -> None:
         """A step that scanned so many keys took so long, over its layers."""
         products_s = layer_s - _EXTRA_S - num_keys * self._bytes_of_key(self._kept_share) / self._scan_rate
-        self._products_s += _NEWEST * (max(products_s, 0.0) - self._products_s)
+        self._found_s.append(max(products_s, 0.0))
+        if len(self._found_s) == _NUM_TIMED:
+            self._products_s = min(self._found_s)
 
 
 class ScanAlways:

@@ -35,7 +35,8 @@ Progress = Callable[[int, int], None]
 
 _CHUNK_BYTES: Final = 32 * 2**20  # of fp32; smaller pieces cost calls, larger ones memory
 _NUM_SHOWN: Final = 8
-_DUMMY_SCORE_STD: Final = 4.5
+DUMMY_SCORE_STD: Final = 4.5
+"""Of scores (normal, natural logarithm) with dummy weights whose matrices of queries are whole and their own."""
 _DUMMY_COMMON: Final = 0.5  # of a query's variance, the part that the heads of a group have in common
 _DUMMY_STD: Final = 0.02  # what most families are initialised with
 _DUMMY_NUMBERS: Final = 16 * 2**20  # of which divided matrices are made
@@ -151,7 +152,7 @@ def make_dummy_weights(
     for name, parameter in model.named_parameters():
         if name.endswith("q_proj.weight"):  # of x with rms 1, q and k have std · sqrt(width): scores are their product
             _draw_heads_together(parameter, spec, generator)
-            parameter.mul_(_DUMMY_SCORE_STD / (_DUMMY_STD**2 * parameter.shape[1]))
+            parameter.mul_(DUMMY_SCORE_STD / (_DUMMY_STD**2 * parameter.shape[1]))
     if divided:
         pieces = [piece.data for matrix in divided.values() for piece in matrix.pieces]
         if plain := [data for data in pieces if isinstance(data, Tensor)]:
