@@ -15,6 +15,7 @@ from ambidex.attention.select.policy import Need
 from ambidex.attention.select.registry import make_policy
 from ambidex.attention.selective import SelectiveAttention
 from ambidex.attention.tiered import TieredAttention
+from ambidex.attention.ways.find import find_way
 from ambidex.core.config import EngineConfig
 from ambidex.core.dtypes import DType
 from ambidex.core.ids import BlockId, RequestId, Tier
@@ -113,7 +114,7 @@ class SelectiveWorld:
             early = EarlyDecode(
                 tiny.spec,
                 TieredAttention(tiny.spec, self.pools),
-                look_ahead,
+                find_way(policy, look_ahead, CPU),
                 RowStore(tiny.spec, self.pools, max_rows=max_rows),
                 ThreadPool(1),
                 num_near=settings.near_tokens or 0,

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ambidex.attention.early_fixed import ExactAttention
 from ambidex.attention.near_rows import Angles, NearRows
+from ambidex.attention.ways.way import StepAttention
 from ambidex.kernels import api
 from ambidex.kernels.early_rows import BoxRows, EarlyRows
 
@@ -33,7 +33,7 @@ class BoxAttention:
         near: NearRows,
         rows: EarlyRows,
         boxes: BoxRows,
-        exact: ExactAttention,
+        exact: StepAttention,
         *,
         num_read: Callable[[int], Tensor],
         max_far: int,

@@ -6,41 +6,30 @@
 
 Where the CPU scores nothing (HybridGen in mode pre, InfiniGen), partial keys on the accelerator choose, and rows of K
 of the chosen keys come, too, for scores of the early query or of the true one. What is selected and what it weighs is
-as `select/` has it (`FarSelector`); steps of other forms answer each query by itself, with a mask over all keys. Here
-there is no mask, and the host waits for nothing but the CPU's scores, or where predictions say how many keys are chosen
-for that number. Layers that do not look ahead attend all keys exactly, each tier by its lane.
+as `select/` has it (`AheadPolicy`, `FarSelector`); steps of other forms answer each query by itself, with a mask over
+all keys. Here there is no mask, and the host waits for nothing but the CPU's scores, or where predictions say how many
+keys are chosen for that number. Layers that do not look ahead attend all keys exactly, each tier by its lane.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ambidex.attention.early_requests import EarlyRequests, EarlyWork, FixedPlan, is_decode
+from ambidex.attention.early_requests import EarlyRequests, FixedPlan, is_decode
 from ambidex.attention.early_scores import EarlyScores
 from ambidex.attention.near_rows import Angles
 from ambidex.attention.row_store import RowStore
 from ambidex.attention.select.policy import DecodeRow, FarSelector
 from ambidex.attention.tiered import TieredAttention
+from ambidex.attention.ways.way import DecodeWork, Way
 from ambidex.core.ids import KVPart, Lane, RequestId, Tier
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.selection import StageTimes
 from ambidex.core.step import ScheduledRequest
 from ambidex.kernels import api
 from ambidex.kernels.cpu.native import ThreadPool
-
-
-class LookAhead(Protocol):
-    """Makes queries a layer early."""
-
-    def ahead(self, layer_idx: int) -> Tensor | None:
-        """Queries [T, Hq, D] of the layer behind one whose attention has its input, not rotated; None: there are none.
-
-        The last layer has none behind it.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +46,8 @@ class EarlyDecode:
     Args:
         spec: heads, layers and head_dim (the scale is head_dim ** -0.5).
         exact: attends all keys, for layers that do not look ahead; nobody else's.
-        look_ahead: makes the early queries; None: steps have the fixed form, of policies that add up what keys get,
-            have windows or choose pages, or are others'.
+        way: how keys are chosen. One that looks ahead has both forms; steps of others have the fixed form, or are
+            others'.
         row_store: keeps rows in host memory.
         threads: who scores on the CPU.
         num_near: newest keys before a query's own that are near.
@@ -71,7 +60,7 @@ class EarlyDecode:
         self,
         spec: ModelSpec,
         exact: TieredAttention,
-        look_ahead: LookAhead | None,
+        way: Way,
         row_store: RowStore,
         threads: ThreadPool,
         *,
@@ -84,7 +73,7 @@ class EarlyDecode:
         self._exact = exact
         self._num_layers = spec.num_layers
         self._row_bytes = spec.head_dim * pool.k.itemsize
-        self.look_ahead = look_ahead
+        self._look_ahead = way.look_ahead
         self._nothing = (
             torch.empty(spec.num_kv_heads, 0, dtype=torch.int64, device=pool.device),
             torch.empty(spec.num_kv_heads, spec.group_size, 0, device=pool.device),
@@ -101,7 +90,7 @@ class EarlyDecode:
             memory=row_store.home.memory,
         )
         self.requests = EarlyRequests(
-            spec, pool, row_store, num_near=num_near, max_requests=max_requests, is_timed=is_timed
+            spec, pool, row_store, way, num_near=num_near, max_requests=max_requests, is_timed=is_timed
         )
         """The requests of the step, and what was read of their rows since `begin`."""
         self.is_timed = is_timed
@@ -123,7 +112,7 @@ class EarlyDecode:
         """Bytes that layers without look-ahead read since `begin`."""
         return dict(self._exact.lane_bytes)
 
-    def begin(self, requests: Sequence[ScheduledRequest], works: Sequence[EarlyWork]) -> bool:
+    def begin(self, requests: Sequence[ScheduledRequest], works: Sequence[DecodeWork]) -> bool:
         """Prepare for a step, if it has the form: one new token each, behind the prompt.
 
         Returns:
@@ -131,7 +120,7 @@ class EarlyDecode:
         Cost: a request's first step copies all its rows to host memory.
         """
         self._clear()
-        if self.look_ahead is None or not works or not is_decode(works):
+        if self._look_ahead is None or not works or not is_decode(works):
             return False
         rows = self.requests.prepare_rows(works)
         if rows is None:
@@ -148,10 +137,10 @@ class EarlyDecode:
         self._early = {}
 
     def plan_fixed(
-        self, requests: Sequence[ScheduledRequest], works: Sequence[EarlyWork], *, max_far: int
+        self, requests: Sequence[ScheduledRequest], works: Sequence[DecodeWork], *, max_far: int
     ) -> FixedPlan | None:
         """Prepare for a step of fixed form, if the step has it: one new token each, behind the prompt, and layers that
-        look ahead, sums, windows or pages.
+        choose.
 
         Args:
             max_far: far keys of all requests together, at most.
@@ -178,7 +167,7 @@ class EarlyDecode:
             read_chosen: see `EarlyRequests.expect_chosen`; None: the plan has counted all.
         """
         self.requests.keep_new()
-        self.requests.tell_selectors()
+        self.requests.way.keep_new(self.requests.works)
         self._read_fixed = read_times
         if read_chosen is not None:
             self.requests.expect_chosen(read_chosen)
@@ -249,8 +238,8 @@ class EarlyDecode:
         far = self.requests.find_far(following) if following < self._num_layers else []
         if not far:
             return
-        assert self.look_ahead is not None, "its policy looks ahead"
-        early = self.look_ahead.ahead(layer_idx)
+        assert self._look_ahead is not None, "its policy looks ahead"
+        early = self._look_ahead.ahead(layer_idx)
         assert early is not None, "the layer's input has been seen"
         self._early[following] = early if angles is None else api.rotate(early, *angles)
         if not far[0].scores_all:

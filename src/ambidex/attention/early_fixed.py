@@ -14,22 +14,11 @@ from torch import Tensor
 
 from ambidex.attention.fixed_scores import FixedScores
 from ambidex.attention.near_rows import Angles, NearRows
+from ambidex.attention.ways.way import LookAhead, StepAttention
 from ambidex.core.model_spec import ModelSpec
 from ambidex.kernels import api
 from ambidex.kernels.early_rows import AlphaCount, EarlyRows, PartialRows
 from ambidex.storage.lane_clock import LaneClock, Part
-
-
-class LookAhead(Protocol):
-    """Makes queries a layer early; see `early_decode.LookAhead`."""
-
-    def ahead(self, layer_idx: int) -> Tensor | None: ...
-
-
-class ExactAttention(Protocol):
-    """Attends all keys; see `models.base.AttentionOp`."""
-
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, angles: Angles | None = None) -> Tensor: ...
 
 
 class FarSide(Protocol):
@@ -133,7 +122,7 @@ class EarlyAttention:
     def __init__(
         self,
         spec: ModelSpec,
-        exact: ExactAttention,
+        exact: StepAttention,
         near: NearRows,
         rows: EarlyRows,
         look_ahead: LookAhead,

@@ -1,5 +1,5 @@
 """What a step of fixed form of a policy reads of its requests, and what it counts itself, at fixed places in memory:
-`EarlyInputs`, `ChosenCounts`."""
+`EarlyInputs`, `ChosenCounts`. What all steps read is `EarlyRows`; what else there is, ways of choosing name."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -7,15 +7,9 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from ambidex.attention.select.partial_keys import PartialKeys
-from ambidex.kernels.early_rows import AlphaCount, BoxRows, EarlyRows, PartialRows, SumRows, WindowRows
+from ambidex.kernels.early_rows import EarlyRows
 
 _NAMES = tuple(item.name for item in fields(EarlyRows))
-_SUM_NAMES = tuple(item.name for item in fields(SumRows))
-_WINDOW_NAMES = tuple(item.name for item in fields(WindowRows))
-_BOX_NAMES = ("boxes_address", "box_capacity", "num_pages", "num_taken", "bound_first")
-_ROW_NAMES = _NAMES + _SUM_NAMES + _WINDOW_NAMES + _BOX_NAMES
-_PARTIAL_NAMES = ("rows_address", "turn_address", "capacity")
 _PADDING = {"near_slots": -1}
 """What padding has; 0 otherwise."""
 _ALIGNED_ROWS = 2
@@ -28,13 +22,26 @@ class EarlyInputs:
     """The buffers of all steps of at most `max_rows` rows; steps of different sizes share them.
 
     Args:
-        num_layers: of the model; each may have partial keys.
+        num_layers: of the model.
+        names: of numbers of each request, beside those of `EarlyRows`.
+        layer_names: of numbers of each request in each layer.
         device: where the step runs; on CUDA the host's side is pinned.
     """
 
-    def __init__(self, *, max_rows: int, num_layers: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        num_layers: int,
+        names: Sequence[str],
+        layer_names: Sequence[str],
+        device: torch.device,
+    ) -> None:
+        self._names, self._layer_names = tuple(names), tuple(layer_names)
+        self._places = {name: place for place, name in enumerate(_NAMES + self._names)}
         is_cuda = device.type == "cuda"
-        shape = (len(_ROW_NAMES) + num_layers * len(_PARTIAL_NAMES), -(-max_rows // _ALIGNED_ROWS) * _ALIGNED_ROWS)
+        num_numbers = len(self._places) + num_layers * len(self._layer_names)
+        shape = (num_numbers, -(-max_rows // _ALIGNED_ROWS) * _ALIGNED_ROWS)
         self._host = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)
         self._device = torch.zeros(shape, dtype=torch.int64, device=device)
         self._arrays = self._host.numpy()  # the same memory
@@ -44,97 +51,78 @@ class EarlyInputs:
     def device(self, num_rows: int) -> EarlyRows:
         """What a step of `num_rows` rows reads; views that stay where they are."""
         if num_rows not in self._rows:
-            self._rows[num_rows] = EarlyRows(**self._parts(_NAMES, num_rows))
+            self._rows[num_rows] = EarlyRows(**self._views(0, _NAMES, num_rows))
         return self._rows[num_rows]
 
-    def sums(self, num_rows: int) -> SumRows:
-        """What it reads of what keys have got; views, likewise."""
-        return SumRows(**self._parts(_SUM_NAMES, num_rows))
+    def own(self, num_rows: int) -> Mapping[str, Tensor]:
+        """What it reads beside them, by name, each [B]; views, likewise."""
+        return self._views(len(_NAMES), self._names, num_rows)
 
-    def windows(self, num_rows: int) -> WindowRows:
-        """What it reads of the keys that windows hold; views, likewise."""
-        return WindowRows(**self._parts(_WINDOW_NAMES, num_rows))
+    def of_layer(self, num_rows: int, layer_idx: int) -> Mapping[str, Tensor]:
+        """What it reads in a layer, by name; views, likewise."""
+        return self._views(self._first_of(layer_idx), self._layer_names, num_rows)
 
-    def boxes(self, num_rows: int, *, page_tokens: int, first_layer: int) -> BoxRows:
-        """What it reads of boxes of pages of so many keys, in layers from one on; views, likewise."""
-        return BoxRows(**self._parts(_BOX_NAMES, num_rows), page_tokens=page_tokens, first_layer=first_layer)
-
-    def partial(self, num_rows: int, layer_idx: int, num_columns: int) -> PartialRows:
-        """What it reads of the partial keys of a layer, which have so many columns; views, likewise."""
-        first = _first_partial(layer_idx)
-        tables = self._device[first : first + len(_PARTIAL_NAMES), :num_rows]
-        return PartialRows(**dict(zip(_PARTIAL_NAMES, tables, strict=True)), num_columns=num_columns)
-
-    def _parts(self, names: Sequence[str], num_rows: int) -> dict[str, Tensor]:
-        """Numbers that stand side by side, by name."""
-        first = _ROW_NAMES.index(names[0])
+    def _views(self, first: int, names: Sequence[str], num_rows: int) -> dict[str, Tensor]:
+        """Numbers that stand side by side from a place on."""
         return dict(zip(names, self._device[first : first + len(names), :num_rows], strict=True))
+
+    def _first_of(self, layer_idx: int) -> int:
+        return len(self._places) + layer_idx * len(self._layer_names)
 
     def send(
         self,
         num_rows: int,
         numbers: Mapping[str, Sequence[int]],
-        partial: Mapping[int, Sequence[PartialKeys]],
+        layer_numbers: Mapping[int, Sequence[Sequence[int]]],
     ) -> None:
         """Bring the numbers of a step's requests to the device, with padding up to `num_rows`.
 
         Args:
-            numbers: by name; what the step does not read may be missing.
-            partial: by layer, of each request; empty: the step reads none.
+            numbers: by name, all of them.
+            layer_numbers: by layer, of each request, in the order of their names; empty: the step reads none.
         Cost: one small copy; waits for the last one.
         """
+        assert numbers.keys() == self._places.keys(), "what is missing would be another step's"
         if self._sent is not None:
             self._sent.synchronize()
         for name, values in numbers.items():
-            array = self._arrays[_ROW_NAMES.index(name)]
+            array = self._arrays[self._places[name]]
             array[: len(values)] = values
             array[len(values) : num_rows] = _PADDING.get(name, 0)
-        for layer_idx, kept in partial.items():
-            first = _first_partial(layer_idx)
-            tables = self._arrays[first : first + len(_PARTIAL_NAMES)]
-            tables[:, len(kept) : num_rows] = 0
-            for row, (rows, turn) in enumerate(keys.buffers for keys in kept):
-                tables[:, row] = rows.data_ptr(), turn.data_ptr(), rows.shape[1]
+        for layer_idx, of_requests in layer_numbers.items():
+            first = self._first_of(layer_idx)
+            tables = self._arrays[first : first + len(self._layer_names)]
+            tables[:, len(of_requests) : num_rows] = 0
+            for row, own in enumerate(of_requests):
+                tables[:, row] = own
         self._device.copy_(self._host, non_blocking=True)
         if self._sent is not None:
             self._sent.record()
 
 
 class ChosenCounts:
-    """How many far keys were chosen, of each request and layer of the last step: by each KV head as many, or by each
-    its own number.
+    """How many far keys were chosen, of each request and layer of the last step.
 
-    Args: as of `EarlyInputs`.
+    Args:
+        by_head: each KV head chooses its own number; else all of a request as many, which count once.
+    Others as `EarlyInputs`.
     """
 
-    def __init__(self, *, max_rows: int, num_layers: int, num_kv_heads: int, device: torch.device) -> None:
+    def __init__(
+        self, *, max_rows: int, num_layers: int, num_kv_heads: int, by_head: bool, device: torch.device
+    ) -> None:
         num_columns = -(-max_rows // _ALIGNED_COUNTS) * _ALIGNED_COUNTS
-        self._num_kv_heads = num_kv_heads
-        self._counts = torch.zeros(num_layers, num_columns, dtype=torch.int32, device=device)
-        self._of_heads = torch.zeros(num_layers, num_columns, num_kv_heads, dtype=torch.int32, device=device)
+        num_counts = num_kv_heads if by_head else 1
+        self._heads_of_count = num_kv_heads // num_counts
+        self._counts = torch.zeros(num_layers, num_columns, num_counts, dtype=torch.int32, device=device)
 
-    def of_layer(self, layer_idx: int, num_rows: int, alpha: float) -> AlphaCount:
-        """What a step of `num_rows` rows counts by in a layer; a view that stays where it is."""
-        return AlphaCount(alpha=alpha, num_chosen=self._counts[layer_idx, :num_rows])
+    def of_layer(self, num_rows: int, layer_idx: int) -> Tensor:
+        """Where a layer of a step of `num_rows` rows tells it, [B, Hkv or 1]; a view that stays where it is."""
+        return self._counts[layer_idx, :num_rows]
 
-    def of_heads(self, layer_idx: int, num_rows: int) -> Tensor:
-        """Where a layer tells it of each KV head, [B, Hkv]; likewise."""
-        return self._of_heads[layer_idx, :num_rows]
-
-    def total(self, num_rows: int, first_layer: int) -> int:
-        """Over the requests of a step, its layers from one on, and all KV heads, which chose as many.
+    def total(self, num_rows: int) -> int:
+        """Over the requests of a step, its layers and their KV heads.
 
         Cost: waits for the device.
         """
-        return self._num_kv_heads * int(self._counts[first_layer:, :num_rows].sum())
-
-    def total_of_heads(self, num_rows: int) -> int:
-        """Over the requests of a step, its layers and their KV heads, each of which told its own.
-
-        Cost: waits for the device.
-        """
-        return int(self._of_heads[:, :num_rows].sum())
-
-
-def _first_partial(layer_idx: int) -> int:
-    return len(_ROW_NAMES) + layer_idx * len(_PARTIAL_NAMES)
+        return self._heads_of_count * int(self._counts[:, :num_rows].sum())

@@ -10,26 +10,15 @@ of other forms take it from there and keep tensors of their own, which the next 
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
 from ambidex.attention.select.accumulated import Accumulated, PlacedSums
-from ambidex.attention.select.policy import Selector
+from ambidex.attention.ways.way import DecodeWork
 from ambidex.core.ids import RequestId
 from ambidex.core.kv_spec import SUM_COPIES
 from ambidex.core.model_spec import ModelSpec
-
-
-class SumWork(Protocol):
-    """A request of a step; see `EarlyWork`."""
-
-    request_id: RequestId
-    start: int
-    selectors: list[Selector]
-
-    @property
-    def max_tokens(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -64,7 +53,7 @@ class KeySums:
         """Drop those of a request that ended."""
         self._kept.pop(request_id, None)
 
-    def plan(self, works: Sequence[SumWork]) -> Mapping[str, Sequence[int]]:
+    def plan(self, works: Sequence[DecodeWork]) -> Mapping[str, Sequence[int]]:
         """Prepare for a step with one new token of each request: what `SumRows` says of each.
 
         Cost: a request's first step, and one behind steps of another form, copies sums and flags layer by layer.
@@ -87,7 +76,7 @@ class KeySums:
                 numbers.setdefault(name, []).append(number)
         return numbers
 
-    def keep_new(self, works: Sequence[SumWork]) -> None:
+    def keep_new(self, works: Sequence[DecodeWork]) -> None:
         """The step that was planned is at its end: selectors are told where it has left what they keep."""
         for work in works:
             copies = self._kept[work.request_id]
@@ -97,7 +86,7 @@ class KeySums:
             for layer_idx, selector in enumerate(work.selectors):
                 cast("Accumulated", selector).place(copies.placed, layer_idx)
 
-    def _prepare(self, work: SumWork) -> _Copies:
+    def _prepare(self, work: DecodeWork) -> _Copies:
         """The copies of a request, the one that is read with what its selectors keep now."""
         copies = self._kept.get(work.request_id)
         if copies is None:

@@ -8,26 +8,15 @@ next step of fixed form first copies back.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from ambidex.attention.select.policy import Selector
 from ambidex.attention.select.quest import Pages, PlacedBoxes
+from ambidex.attention.ways.way import DecodeWork
 from ambidex.core.ids import RequestId
 from ambidex.core.model_spec import ModelSpec
-
-
-class BoxWork(Protocol):
-    """A request of a step; see `EarlyWork`."""
-
-    request_id: RequestId
-    start: int
-    selectors: list[Selector]
-
-    @property
-    def max_tokens(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -44,11 +33,13 @@ class PageBoxes:
     Args:
         spec: heads and head_dim.
         device: where they lie.
+        first_layer: that chooses, as all behind it do.
     """
 
-    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, device: torch.device, *, first_layer: int) -> None:
         self._spec = spec
         self._device = device
+        self._first_layer = first_layer
         self._kept: dict[RequestId, _Kept] = {}
 
     @property
@@ -60,13 +51,13 @@ class PageBoxes:
         """Drop those of a request that ended."""
         self._kept.pop(request_id, None)
 
-    def plan(self, works: Sequence[BoxWork]) -> Mapping[str, Sequence[int]]:
+    def plan(self, works: Sequence[DecodeWork]) -> Mapping[str, Sequence[int]]:
         """Prepare for a step with one new token of each request: what `BoxRows` says of each.
 
         Cost: a request's first step, and one behind steps of another form, copies boxes layer by layer.
         """
         boxes = [self._prepare(work) for work in works]
-        plans = [_pages_of(work)[0].plan_pages(work.start + 1) for work in works]
+        plans = [self._pages_of(work)[0].plan_pages(work.start + 1) for work in works]
         num_bounds = [self._spec.num_q_heads * plan.num_pages for plan in plans]
         return {
             "boxes_address": [part.data_ptr() for part in boxes],
@@ -76,17 +67,17 @@ class PageBoxes:
             "bound_first": list(accumulate(num_bounds, initial=0))[:-1],
         }
 
-    def keep_new(self, works: Sequence[BoxWork]) -> None:
+    def keep_new(self, works: Sequence[DecodeWork]) -> None:
         """The step that was planned is at its end: selectors are told where their boxes lie."""
         for work in works:
             kept = self._kept[work.request_id]
             kept.placed = PlacedBoxes(kept.boxes, work.start + 1)
-            for place, selector in enumerate(_pages_of(work)):
+            for place, selector in enumerate(self._pages_of(work)):
                 selector.place(kept.placed, place)
 
-    def _prepare(self, work: BoxWork) -> Tensor:
+    def _prepare(self, work: DecodeWork) -> Tensor:
         """Those of a request, with what its selectors keep now."""
-        selectors = _pages_of(work)
+        selectors = self._pages_of(work)
         kept = self._kept.get(work.request_id)
         if kept is None:
             num_pages = work.max_tokens // selectors[0].page_tokens
@@ -97,7 +88,6 @@ class PageBoxes:
                 selector.copy_to(kept.boxes[place])
         return kept.boxes
 
-
-def _pages_of(work: BoxWork) -> list[Pages]:
-    """The selectors of the layers that choose, which are the last ones."""
-    return [selector for selector in work.selectors if isinstance(selector, Pages)]
+    def _pages_of(self, work: DecodeWork) -> list[Pages]:
+        """The selectors of the layers that choose."""
+        return cast("list[Pages]", work.selectors[self._first_layer :])

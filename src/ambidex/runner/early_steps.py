@@ -1,13 +1,12 @@
-"""`EarlySteps`: decode steps of policies that look ahead (HybridGen, InfiniGen), add up what keys get (H2O, Keyformer,
-Q-Infer), have windows (StreamingLLM) or choose pages (Quest), in a few fixed sizes (buckets), each captured once as a
-CUDA graph.
+"""`EarlySteps`: decode steps of policies that choose keys, in a few fixed sizes (buckets), each captured once as a CUDA
+graph. How keys are chosen is the affair of the policy's way (`attention/ways/`).
 
 A step has this form if each request has one new token whose block lies on the accelerator
 (`attention/early_decode.py`). How many far keys there are, how many are chosen and where rows lie is read on the
 device, or counted there, so that neither a longer context nor another number of selected keys needs another graph. Each
 mode has graphs of its own.
 
-    accelerator   one graph, with its waits for words of pinned memory (`attention/early_fixed.py`)
+    accelerator   one graph, with its waits for words of pinned memory
     CPU           behind its launch, layer after layer: attention over keys in DRAM in the layers that attend all,
                   scores of far keys in the others, in mode post (`runner/early_answers.py`); nothing where all layers
                   choose by themselves
@@ -25,19 +24,16 @@ from typing import Final
 
 import torch
 
-from ambidex.attention.boxes_fixed import BoxAttention
 from ambidex.attention.decode_batch import DecodeBatch
 from ambidex.attention.decode_inputs import DecodeInputs
-from ambidex.attention.early_fixed import EarlyAttention, ExactAttention, FarSide, PredictedFar, ScoredFar
 from ambidex.attention.early_inputs import ChosenCounts, EarlyInputs
 from ambidex.attention.early_requests import FixedPlan
 from ambidex.attention.fixed_scores import FixedScores
 from ambidex.attention.handover import Handover
-from ambidex.attention.held_fixed import HeldAttention
 from ambidex.attention.hybrid import HybridAttention
 from ambidex.attention.paged import PagedAttention
 from ambidex.attention.selective import SelectiveAttention
-from ambidex.attention.windows_fixed import WindowAttention
+from ambidex.attention.ways.way import StepParts
 from ambidex.core.errors import InternalError, LaneError
 from ambidex.core.ids import Lane, Tier
 from ambidex.core.model_spec import ModelSpec
@@ -45,7 +41,6 @@ from ambidex.core.selection import StageTimes
 from ambidex.core.step import ScheduledRequest
 from ambidex.kernels import api
 from ambidex.kernels.cpu.native import KeyBatch, ThreadPool
-from ambidex.layers.rope import compute_inv_freq
 from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.runner.capture import Capture
 from ambidex.runner.decode import DecodeOutput, LaunchedDecode
@@ -115,14 +110,24 @@ class EarlySteps:
             max_rows=max_rows, max_blocks=pool.spec.num_blocks(max_context_len), windows=windows, device=device
         )
         self._batch = DecodeBatch(self._inputs, block_size=pool.spec.block_size, has_cpu_lane=self._dram is not None)
-        self._early_inputs = EarlyInputs(max_rows=max_rows, num_layers=spec.num_layers, device=device)
+        self._way = self._early.requests.way
+        self._early_inputs = EarlyInputs(
+            max_rows=max_rows,
+            num_layers=spec.num_layers,
+            names=self._way.names,
+            layer_names=self._way.layer_names,
+            device=device,
+        )
         self._chosen_counts = ChosenCounts(
-            max_rows=max_rows, num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, device=device
+            max_rows=max_rows,
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            by_head=self._way.counts_by_head,
+            device=device,
         )
         self._logits = torch.empty(max_rows, spec.vocab_size, dtype=torch.float32, device=device)
         self._chosen = torch.empty(max_rows, dtype=torch.int64, device=device)
         self._all_rows = torch.arange(max_rows, device=device)
-        self._inv_freq = None if spec.rope is None else compute_inv_freq(spec.rope).to(device)
         self._scores: dict[int, FixedScores] = {}
         self._handovers: dict[int, Handover] = {}
         self._replays: dict[_Form, Callable[[], None]] = {}
@@ -165,19 +170,18 @@ class EarlySteps:
         plan = self._selective.plan_fixed(requests, max_far=self._max_far)
         if plan is None:
             return None
-        self._early_inputs.send(num_rows, plan.numbers, plan.partial)
+        self._early_inputs.send(num_rows, plan.numbers, plan.layer_numbers)
         is_replayed = self._run(num_rows, plan)
         if is_replayed is None:
             return None
-        first_layer = plan.form.first_layer
         self._selective.finish_fixed(
             None if self._times is None else partial(self._read_times, self._times, num_rows),
-            self._count_reader(num_rows, plan),
+            partial(self._chosen_counts.total, num_rows) if plan.form.counts_rows else None,
         )
         return DecodeOutput(
             logits=self._logits[:num],
             chosen=self._chosen[:num],
-            lane_bytes=lambda: self._lane_bytes(first_layer),
+            lane_bytes=self._lane_bytes,
             is_replayed=is_replayed,
             selection=lambda: self._selective.selection,
         )
@@ -185,7 +189,7 @@ class EarlySteps:
     def _run(self, num_rows: int, plan: FixedPlan) -> bool | None:
         """Run the step that was prepared; says whether a graph was replayed, None if graphs had to be given up: where
         there is no pinned memory for what the lanes share, or a capture fails."""
-        batches = self._layer_batches() if plan.form.first_layer else None
+        batches = self._layer_batches() if self._way.first_layer else None
         try:
             host = self._answers(num_rows, has_keys=batches is not None)
         except RuntimeError as error:
@@ -317,71 +321,20 @@ class EarlySteps:
         self._chosen[:num_rows].copy_(api.likeliest(logits))
 
     def _attention(self, num_rows: int, host: EarlyAnswers, plan: FixedPlan) -> AttentionOp:
-        near, rows = self._early.requests.near, self._early_inputs.device(num_rows)
-        scale = self._spec.head_dim**-0.5
-        if plan.form.has_windows:
-            return WindowAttention(near, rows, self._early_inputs.windows(num_rows), self._inv_freq, scale=scale)
-        if plan.form.page_tokens:
-            return BoxAttention(
-                near,
-                rows,
-                self._early_inputs.boxes(
-                    num_rows, page_tokens=plan.form.page_tokens, first_layer=plan.form.first_layer
-                ),
-                self._exact(num_rows, host),
-                num_read=lambda layer_idx: self._chosen_counts.of_heads(layer_idx, num_rows),
-                max_far=self._max_far,
-                scale=scale,
-            )
-        if not plan.form.rules:
-            return self._ahead(num_rows, host, plan)
-        return HeldAttention(
-            near,
-            rows,
-            self._early_inputs.sums(num_rows),
-            plan.form.rules,
-            num_attended=lambda layer_idx: self._chosen_counts.of_heads(layer_idx, num_rows),
-            max_far=self._max_far,
-            scale=scale,
-        )
-
-    def _ahead(self, num_rows: int, host: EarlyAnswers, plan: FixedPlan) -> EarlyAttention:
-        """The attention of a policy that looks ahead."""
-        assert self._early.look_ahead is not None, "its policy looks ahead"
-        return EarlyAttention(
-            self._spec,
-            self._exact(num_rows, host),
-            self._early.requests.near,
-            self._early_inputs.device(num_rows),
-            self._early.look_ahead,
-            self._far_side(num_rows, host, plan),
-            first_layer=plan.far.first_layer,
-        )
-
-    def _exact(self, num_rows: int, host: EarlyAnswers) -> ExactAttention:
-        """The attention of layers that attend all keys."""
         paged = PagedAttention(self._spec, self._pools[Tier.GPU], self._inputs.device(num_rows))
-        return paged if host.keys is None else HybridAttention(paged, host.keys, None)
-
-    def _count_reader(self, num_rows: int, plan: FixedPlan) -> Callable[[], int] | None:
-        """What tells how many far rows were read, if the step counts them."""
-        if plan.form.rules or plan.form.page_tokens:
-            return partial(self._chosen_counts.total_of_heads, num_rows)
-        return partial(self._chosen_counts.total, num_rows, plan.form.first_layer) if plan.form.is_counted else None
-
-    def _far_side(self, num_rows: int, host: EarlyAnswers, plan: FixedPlan) -> FarSide:
-        rows, scale = self._early_inputs.device(num_rows), self._spec.head_dim**-0.5
-        if plan.far.is_scored:
-            return ScoredFar(host.scores, rows, scale=scale, clock=self._clock)
-        num_columns, alpha = plan.partial[plan.form.first_layer][0].num_columns, plan.form.alpha
-        return PredictedFar(
-            lambda layer_idx: self._early_inputs.partial(num_rows, layer_idx, num_columns),
-            rows,
-            max_far=self._max_far,
-            scale=scale,
-            weighs_early=plan.form.weighs_early,
-            count=None if alpha is None else lambda layer_idx: self._chosen_counts.of_layer(layer_idx, num_rows, alpha),
-            clock=self._clock,
+        return self._way.attention(
+            StepParts(
+                near=self._early.requests.near,
+                rows=self._early_inputs.device(num_rows),
+                own=self._early_inputs.own(num_rows),
+                of_layer=partial(self._early_inputs.of_layer, num_rows),
+                num_chosen=partial(self._chosen_counts.of_layer, num_rows),
+                exact=paged if host.keys is None else HybridAttention(paged, host.keys, None),
+                scores=host.scores,
+                is_scored=plan.far.is_scored,
+                max_far=self._max_far,
+                clock=self._clock,
+            )
         )
 
     def _new_times(self) -> StepTimes | None:
@@ -425,10 +378,10 @@ class EarlySteps:
         keys = self._handovers[num_rows] if has_keys else None
         return EarlyAnswers(self._scores[num_rows], keys, self._spec.num_layers)
 
-    def _lane_bytes(self, num_exact: int) -> dict[Lane, int]:
-        """Bytes of K and V that each lane read in the step, of whose layers the first so many attend all keys."""
+    def _lane_bytes(self) -> dict[Lane, int]:
+        """Bytes of K and V that each lane read in the step."""
         read = dict(self._selective.fixed_lane_bytes)
         for lane, tier in ((Lane.GPU, Tier.GPU), (Lane.CPU, Tier.DRAM)):
             num_keys = self._batch.num_keys[None][tier]
-            read[lane] += num_exact * num_keys * self._pools[tier].spec.bytes_per_token_layer
+            read[lane] += self._way.first_layer * num_keys * self._pools[tier].spec.bytes_per_token_layer
         return read

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from ambidex.attention.select.infinigen import Predicting
 from ambidex.attention.select.policy import (
+    AheadPolicy,
     AllKeys,
     DecodeRow,
     Need,
-    Policy,
     PolicyRequest,
     Selection,
     Selector,
@@ -47,19 +47,17 @@ from ambidex.core.policy import HybridGenFeedback, HybridGenMode, PolicySettings
 from ambidex.core.selection import SelectionSetting
 
 
-class HybridGen(Policy):
+class HybridGen(AheadPolicy):
     """Near keys, and far ones that an early query scores best."""
+
+    weighs_early: ClassVar[bool] = True
 
     def __init__(self, settings: PolicySettings, spec: ModelSpec) -> None:
         super().__init__(settings, spec)
         assert settings.budget is not None, "hybridgen selects K keys"
         assert settings.near_tokens is not None, "hybridgen has near keys"
-        assert settings.partial_percent is not None, "hybridgen has partial keys"
-        assert settings.exact_layers is not None, "hybridgen has exact layers"
         self._budget = settings.budget
         self._num_near = settings.near_tokens
-        self._percent = settings.partial_percent
-        self._exact_layers = settings.exact_layers
         self._is_pre = settings.hybridgen_mode is HybridGenMode.PRE
         self._feedback = settings.hybridgen_feedback or HybridGenFeedback.OFF
         self._steering = _Steering(is_pre=self._is_pre)
@@ -75,7 +73,7 @@ class HybridGen(Policy):
         self._steering.num_selected = setting.num_selected if self._feedback is HybridGenFeedback.FULL else None
 
     def open(self, request: PolicyRequest, layer_idx: int) -> Selector:
-        if layer_idx < max(1, self._exact_layers):
+        if layer_idx < self.first_layer:
             return AllKeys()
         num_selected = self._budget.of(request.num_prompt_tokens)
         if Need.TIMES in self.needs:
@@ -110,9 +108,7 @@ class _AfterScores(Selector):
     """Post: all far keys are scored first."""
 
     keeps_rows: ClassVar[bool] = False
-    weighs_early: ClassVar[bool] = True
     scores_all: ClassVar[bool] = True
-    alpha: ClassVar[float | None] = None
 
     def __init__(self, num_kv_heads: int, *, num_selected: int, num_near: int) -> None:
         self._num_kv_heads = num_kv_heads
@@ -141,9 +137,6 @@ class _AfterScores(Selector):
 
 class _BeforeScores(Predicting):
     """Pre: a predictor selects, then only what is selected is scored."""
-
-    weighs_early: ClassVar[bool] = True
-    alpha: ClassVar[float | None] = None
 
     @property
     def scores_all(self) -> bool:

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from ambidex.attention.select.partial_keys import PartialKeys
 from ambidex.attention.select.policy import (
+    AheadPolicy,
     AllKeys,
     DecodeRow,
     Need,
-    Policy,
     PolicyRequest,
     PromptRows,
     Selection,
@@ -37,31 +37,28 @@ from ambidex.core.model_spec import ModelSpec
 from ambidex.core.policy import PolicySettings
 
 
-class InfiniGen(Policy):
+class InfiniGen(AheadPolicy):
     """Keys that a partial, early query finds likely."""
 
+    weighs_early: ClassVar[bool] = False
     needs = frozenset({Need.ROWS, Need.PROMPT, Need.LOOK_AHEAD})
 
     def __init__(self, settings: PolicySettings, spec: ModelSpec) -> None:
         super().__init__(settings, spec)
         assert settings.budget is not None, "infinigen has a cap"
         assert settings.alpha is not None, "infinigen has a threshold"
-        assert settings.partial_percent is not None, "infinigen has partial keys"
-        assert settings.exact_layers is not None, "infinigen has exact layers"
         self._budget = settings.budget
-        self._alpha = settings.alpha
-        self._percent = settings.partial_percent
-        self._exact_layers = settings.exact_layers
+        self.alpha: float = settings.alpha
 
     def open(self, request: PolicyRequest, layer_idx: int) -> Selector:
-        if layer_idx < max(1, self._exact_layers):
+        if layer_idx < self.first_layer:
             return AllKeys()
         cap = self._budget.of(request.num_prompt_tokens)
         return _Speculated(
             self._percent,
             request,
             num_kv_heads=self.spec.num_kv_heads,
-            alpha=self._alpha,
+            alpha=self.alpha,
             cap=cap,
         )
 
@@ -128,12 +125,11 @@ class Predicting(Selector):
 class _Speculated(Predicting):
     """Fetches what is predicted likely, to be attended with the true query."""
 
-    weighs_early: ClassVar[bool] = False
     scores_all: ClassVar[bool] = False
 
     def __init__(self, percent: int, request: PolicyRequest, *, num_kv_heads: int, alpha: float, cap: int) -> None:
         super().__init__(percent, request, num_kv_heads=num_kv_heads)
-        self.alpha = alpha
+        self._alpha = alpha
         self.num_selected = cap
 
     def select(self, row: DecodeRow) -> Selection:
@@ -158,5 +154,5 @@ class _Speculated(Predicting):
 
     def _count(self, scores: Tensor) -> int:
         """How many keys each head fetches, by predicted scores [Hkv, n]."""
-        num_likely = int((scores > scores.amax(1, keepdim=True) - self.alpha).sum())
+        num_likely = int((scores > scores.amax(1, keepdim=True) - self._alpha).sum())
         return min(num_likely // self._num_kv_heads, self.num_selected)

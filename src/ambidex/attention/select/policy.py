@@ -20,11 +20,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from typing import ClassVar, Protocol, Self, runtime_checkable
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from ambidex.core.kv_spec import num_partial_columns
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.policy import PolicySettings
 from ambidex.core.selection import SelectionSetting
@@ -162,28 +163,21 @@ class Selector(ABC):
         return self
 
 
-@runtime_checkable
 class FarSelector(Protocol):
     """A selector that can also choose without a mask: all near keys, and so many of the far ones, which come first.
 
     `keeps_rows`: it must be told of K and V of new tokens, at the latest when its next choice is not made by scores of
-    all far keys. `weighs_early`: the far keys that it chooses get the early query's scores; else the query's own.
-    `scores_all`: its next choice is made by scores of all far keys. `num_selected`: so many of them each KV head
-    chooses then, at most: those with the largest score of its query heads. `alpha`: as many as, in the mean over the KV
-    heads, are predicted above a head's best − alpha, rounded down, if these are fewer; None: that is not counted.
+    all far keys. `scores_all`: its next choice is made by scores of all far keys. `num_selected`: so many of them each
+    KV head chooses then, at most (see `AheadPolicy.alpha`): those with the largest score of its query heads.
     """
 
     keeps_rows: ClassVar[bool]
-    weighs_early: ClassVar[bool]
 
     @property
     def scores_all(self) -> bool: ...
 
     @property
     def num_selected(self) -> int: ...
-
-    @property
-    def alpha(self) -> float | None: ...
 
     def num_far(self, num_keys: int) -> int:
         """Far keys of a query that sees `num_keys`, its own included."""
@@ -218,11 +212,13 @@ class Policy(ABC):
         needs: what selectors must be told.
         positions: where selected keys stand.
         dtype: the format in which scores are computed and values are added up.
+        first_layer: that chooses; in those before it all keys are attended.
     """
 
     needs: frozenset[Need] = frozenset()
     positions: ClassVar[Positions] = Positions.ORIGINAL
     dtype: ClassVar[torch.dtype] = torch.float32
+    first_layer: int = 0
 
     def __init__(self, settings: PolicySettings, spec: ModelSpec) -> None:
         self.settings = settings
@@ -234,6 +230,28 @@ class Policy(ABC):
 
     def apply(self, setting: SelectionSetting) -> None:  # noqa: B027  # most policies are not steered
         """What holds from the next step on; needs Need.TIMES."""
+
+
+class AheadPolicy(Policy):
+    """A policy that chooses by queries made a layer early: its selectors are `FarSelector`s, but for the first layers.
+
+    Attributes:
+        weighs_early: the far keys that are chosen get the early query's scores; else the query's own.
+        alpha: as many far keys are chosen as, in the mean over the KV heads, are predicted above a head's best − alpha,
+            rounded down, if these are fewer than `FarSelector.num_selected`; None: that is not counted.
+        num_columns: of partial keys, where these choose.
+    """
+
+    weighs_early: ClassVar[bool]
+    alpha: float | None = None
+
+    def __init__(self, settings: PolicySettings, spec: ModelSpec) -> None:
+        super().__init__(settings, spec)
+        assert settings.partial_percent is not None, f"{settings.name} has partial keys"
+        assert settings.exact_layers is not None, f"{settings.name} has exact layers"
+        self.first_layer = max(1, settings.exact_layers)  # there is no layer before the first to make its query
+        self._percent = settings.partial_percent
+        self.num_columns = num_partial_columns(spec.head_dim, settings.partial_percent)
 
 
 class AllKeys(Selector):

@@ -54,7 +54,11 @@ class PagePlan(NamedTuple):
 
 
 class Quest(Policy):
-    """Pages with the largest bounds."""
+    """Pages with the largest bounds.
+
+    Attributes:
+        page_tokens: keys of a full page.
+    """
 
     needs = frozenset({Need.ROWS})
 
@@ -64,14 +68,14 @@ class Quest(Policy):
         assert settings.page_tokens is not None, "quest has pages"
         assert settings.exact_layers is not None, "quest has exact layers"
         self._budget: Budget = settings.budget
-        self._page_tokens = settings.page_tokens
-        self._exact_layers = settings.exact_layers
+        self.page_tokens = settings.page_tokens
+        self.first_layer = settings.exact_layers
 
     def open(self, request: PolicyRequest, layer_idx: int) -> Selector:
-        if layer_idx < self._exact_layers:
+        if layer_idx < self.first_layer:
             return AllKeys()
-        num_pages = max(MIN_PAGES, self._budget.of(request.num_prompt_tokens) // self._page_tokens)
-        return Pages(num_pages, self._page_tokens)
+        num_pages = max(MIN_PAGES, self._budget.of(request.num_prompt_tokens) // self.page_tokens)
+        return Pages(num_pages, self.page_tokens)
 
 
 class Pages(Selector):

@@ -18,6 +18,7 @@ from ambidex.attention.select.policy import Need
 from ambidex.attention.select.registry import make_policy
 from ambidex.attention.selective import SelectiveAttention
 from ambidex.attention.tiered import TieredAttention
+from ambidex.attention.ways.find import find_way
 from ambidex.core.config import EngineConfig
 from ambidex.core.errors import ConfigError
 from ambidex.core.ids import KVPart, Tier
@@ -378,7 +379,7 @@ def with_policy(
         early = EarlyDecode(
             choices.spec,
             TieredAttention(choices.spec, exact.pools, wrap=_pacing(exact.pools[Tier.DRAM], None)),
-            look_ahead,
+            find_way(policy, look_ahead, exact.pools[Tier.GPU].device),
             row_store,
             threads,
             num_near=rows.num_near,
