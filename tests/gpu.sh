@@ -26,7 +26,7 @@ beside=(
   "lanes|300|tests/faults/test_faults_lanes.py tests/faults/test_faults_races.py tests/unit/storage/test_storage_step_stream.py tests/faults/test_faults_early.py"
   "presets|420|tests/parity/test_engine_lane_presets.py"
   "bounded|420|tests/engine/test_engine_bounded.py tests/engine/test_engine_hot.py"
-  "early|420|tests/parity/test_engine_early_steps.py tests/engine/test_engine_policy.py"
+  "early|420|tests/parity/test_engine_policy_steps.py tests/engine/test_engine_policy.py"
   "weights|420|tests/parity/test_engine_placements.py tests/parity/test_engine_quantized_placements.py tests/faults/test_faults_weights.py tests/parity/test_engine_sparsity.py"
   "ops-attention|480|tests/ops/test_ops_attention.py tests/ops/test_ops_attend_paged.py tests/ops/test_ops_attend_scanned.py tests/ops/test_ops_attend_early.py tests/ops/test_ops_attend_predicted.py tests/ops/test_ops_attend_held.py tests/ops/test_ops_attend_pages.py tests/ops/test_ops_attend_chosen.py tests/ops/test_ops_attend_tiles.py"
   "ops-tiles|480|tests/ops/test_ops_tile_blocks.py tests/ops/test_ops_quantized_gpu.py"

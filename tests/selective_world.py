@@ -31,8 +31,8 @@ from ambidex.models.base import AttentionOp, CausalLM
 from ambidex.models.look_ahead import LookAhead
 from ambidex.models.registry import build_model
 from ambidex.models.weights import load_weights
-from ambidex.runner.early_steps import EarlySteps
 from ambidex.runner.input_batch import InputBatch
+from ambidex.runner.policy_steps import PolicySteps
 from ambidex.runner.runner import call_model
 from ambidex.storage.kv_pool import KVPool, RowKVPool
 from ambidex.storage.tiled_pool import TiledKVPool
@@ -134,7 +134,7 @@ class SelectiveWorld:
         )
         self.steps = None
         if is_fixed:
-            self.steps = EarlySteps(
+            self.steps = PolicySteps(
                 model=tiny.model,
                 spec=tiny.spec,
                 forward=self._forward_fixed,

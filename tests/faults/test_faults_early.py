@@ -197,7 +197,7 @@ def test_buffers_that_cannot_be_pinned_give_up_graphs(
     folder: Path, form: Form, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wanted = tokens(run(make_engine(folder, form)))
-    monkeypatch.setattr("ambidex.runner.early_steps.FixedScores", refuse_pinned)
+    monkeypatch.setattr("ambidex.runner.policy_steps.FixedScores", refuse_pinned)
     engine = make_engine(folder, form)
     assert tokens(run(engine)) == wanted
     assert engine.stats.fallbacks[Fallback.NO_GRAPHS] == 1

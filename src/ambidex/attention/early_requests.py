@@ -29,7 +29,7 @@ from ambidex.storage.kv_pool import KVPool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedPlan:
-    """A step of fixed form, whose rows are ready: what the CPU scores, if it does; and for `EarlyInputs` the numbers of
+    """A step of fixed form, whose rows are ready: what the CPU scores, if it does; and for `FixedInputs` the numbers of
     its requests, and those that they have in each layer, by layer, if they do."""
 
     form: FixedForm

@@ -46,7 +46,7 @@ class PolicyName(StrEnum):
 
     @property
     def has_fixed_steps(self) -> bool:
-        """Decode steps can have a fixed form of their own (`runner/early_steps.py`)."""
+        """Decode steps can have a fixed form of their own (`runner/policy_steps.py`)."""
         return self.looks_ahead or self.has_lone_steps
 
     @property

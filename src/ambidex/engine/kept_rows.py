@@ -111,7 +111,7 @@ def choose_policy_state(spec: ModelSpec, settings: PolicySettings, *, is_fixed: 
     )
 
 
-def why_no_early_steps(config: EngineConfig, kv: Mapping[Tier, KVSpec]) -> str | None:
+def why_no_policy_steps(config: EngineConfig, kv: Mapping[Tier, KVSpec]) -> str | None:
     """Why decode steps of policies that can have a fixed form do not; None if they may have it.
 
     Args:

@@ -30,7 +30,7 @@ from ambidex.engine.compose.cxl import CxlTier, choose_cxl
 from ambidex.engine.compose.hot import find_no_hot, staging_bytes
 from ambidex.engine.compose.sparsity import SparsityChoice, choose_sparsity
 from ambidex.engine.compose.weight_choices import WeightChoices, choose_weights
-from ambidex.engine.kept_rows import choose_kept_rows, choose_policy_state, why_no_early_steps
+from ambidex.engine.kept_rows import choose_kept_rows, choose_policy_state, why_no_policy_steps
 from ambidex.engine.kv_format import KVFormat, choose_host_order, choose_kv_format
 from ambidex.engine.lane_preset import most_streamed_share
 from ambidex.engine.memory import FreeMemory, MemoryPlan, fixed_bytes, most_requests, plan_memory, step_stream_bytes
@@ -166,18 +166,18 @@ def make_choices(
     has_row_ops = is_cuda or form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
     kv = choose_kv_format(config, spec, dtype=dtype, has_row_ops=has_row_ops, has_native=threads is not None)
     bounded = choose_bounded_form(config, kv.specs, why_ordinary=form_why if form is DecodeForm.ORDINARY else None)
-    is_early = config.policy.has_fixed_steps
-    if is_early and form in (DecodeForm.FIXED, DecodeForm.CAPTURED):
-        why_not = why_no_early_steps(config, kv.specs)
+    has_fixed = config.policy.has_fixed_steps
+    if has_fixed and form in (DecodeForm.FIXED, DecodeForm.CAPTURED):
+        why_not = why_no_policy_steps(config, kv.specs)
         if why_not is not None:
             form, form_why = DecodeForm.ORDINARY, f"steps of policy {config.policy} are launched op by op: {why_not}"
-    elif not (is_early or config.policy.attends_all or bounded.is_native):
+    elif not (has_fixed or config.policy.attends_all or bounded.is_native):
         form, form_why = decode_form or DecodeForm.ORDINARY, f"policy {config.policy} chooses keys step by step"
     activations = activation_dtype(dtype, device)
     free = _free_memory(device, cxl)
     can_step_stream = (
         form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
-        and not is_early
+        and not has_fixed
         and _may_stream(config, kv, is_bounded=bounded.is_native)
         and why_no_stream(spec, kv.specs) is None
     )
@@ -214,7 +214,7 @@ def make_choices(
     why_no_hot = find_no_hot(config, form, bounded)
     fixed = fixed_bytes(
         config, spec, activations=activations, graph_buckets=buckets,
-        graph_modes=2 if is_early and Need.TIMES in policy.needs else 1,
+        graph_modes=2 if has_fixed and Need.TIMES in policy.needs else 1,
         stream=stream, rows=rows, state=state,
         hot=staging_bytes(kv.specs) if why_no_hot is None and is_cuda else 0,
     )  # fmt: skip
@@ -227,7 +227,7 @@ def make_choices(
     )  # fmt: skip
     if weights.placement is not None:
         check_placement(config, looks_ahead=Need.LOOK_AHEAD in policy.needs, placement=weights.placement)
-        if is_early and form in (DecodeForm.FIXED, DecodeForm.CAPTURED):
+        if has_fixed and form in (DecodeForm.FIXED, DecodeForm.CAPTURED):
             form_why = f"steps of policy {config.policy} are launched op by op: weights lie in DRAM"
             form = DecodeForm.ORDINARY
             state = state if config.policy.looks_ahead else None
@@ -286,12 +286,12 @@ def _choose_decode_form(
     config: EngineConfig, spec: ModelSpec, device: torch.device, threads: ThreadPool | None
 ) -> tuple[DecodeForm, str]:
     """How decode steps run, and the reason."""
-    is_early = config.policy.has_fixed_steps
+    has_fixed = config.policy.has_fixed_steps
     if spec.alibi_slopes is not None:
         return DecodeForm.ORDINARY, "attention with slopes (alibi) has no other form"
     if config.graphs is Graphs.OFF:
         return DecodeForm.ORDINARY, "graphs are off"
-    if device.type != "cuda" and is_early:
+    if device.type != "cuda" and has_fixed:
         return DecodeForm.ORDINARY, f"steps of policy {config.policy} are launched op by op: graphs need a GPU"
     if device.type != "cuda":
         order, why = choose_host_order(config.block_size, threads is not None)
@@ -302,7 +302,7 @@ def _choose_decode_form(
         choice = choose(op, device.type)
         if choice.name != "triton":
             return DecodeForm.ORDINARY, f"CUDA graphs need the Triton kernel of {op}: {choice.reason}"
-    if is_early:
+    if has_fixed:
         return DecodeForm.CAPTURED, "decode steps are replayed as CUDA graphs"
     return DecodeForm.CAPTURED, "decode steps whose keys all lie on the GPU are replayed as CUDA graphs"
 

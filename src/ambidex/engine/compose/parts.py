@@ -40,8 +40,8 @@ from ambidex.models.weight_moves import CopyChunk, WeightMoves
 from ambidex.runner.capture import Capture
 from ambidex.runner.decode import DecodeForm, FixedSteps
 from ambidex.runner.device import TORCH_DTYPES, activation_dtype
-from ambidex.runner.early_steps import EarlySteps
 from ambidex.runner.graphs import DecodeSteps
+from ambidex.runner.policy_steps import PolicySteps
 from ambidex.runner.programs import ProgramSteps
 from ambidex.runner.runner import Forward
 from ambidex.runner.step_lanes import LaneSettings
@@ -113,25 +113,25 @@ def make_decode_steps(
     )
 
 
-def make_early_steps(
+def make_policy_steps(
     config: EngineConfig,
     choices: Choices,
     model: CausalLM,
     attention: TieredAttention | SelectiveAttention,
     forward: Forward,
     capture: Callable[[], Capture],
-) -> EarlySteps | None:
+) -> PolicySteps | None:
     """Decode steps of fixed form of policies that have them; None: another policy, or they are launched op by op; see
-    `why_no_early_pools`."""
+    `why_no_policy_pools`."""
     rows, max_rows = choices.rows, most_requests(config)
     is_fixed = choices.decode_form in (DecodeForm.FIXED, DecodeForm.CAPTURED)
     if not is_fixed or not isinstance(attention, SelectiveAttention) or attention.early is None:
         return None
-    if why_no_early_pools(attention) is not None:
+    if why_no_policy_pools(attention) is not None:
         return None
     assert rows is not None, "the fast form keeps rows"
     assert choices.memory.max_kept_rows is not None, "likewise"
-    return EarlySteps(
+    return PolicySteps(
         model=model,
         spec=choices.spec,
         forward=forward,
@@ -147,7 +147,7 @@ def make_early_steps(
     )
 
 
-def why_no_early_pools(attention: TieredAttention | SelectiveAttention) -> str | None:
+def why_no_policy_pools(attention: TieredAttention | SelectiveAttention) -> str | None:
     """Why decode steps of a policy have no fixed form, although they might have; None: nothing is against it."""
     early = attention.early if isinstance(attention, SelectiveAttention) else None
     if early is None:

@@ -21,10 +21,10 @@ from ambidex.engine.compose.parts import (
     make_attention,
     make_bounded,
     make_decode_steps,
-    make_early_steps,
     make_feedback,
+    make_policy_steps,
     make_tuner,
-    why_no_early_pools,
+    why_no_policy_pools,
     with_policy,
 )
 from ambidex.engine.compose.report import collect_fallbacks, describe, find_pin_refusals
@@ -179,15 +179,15 @@ def build_engine(
     trace = trace_lanes(tracer, choices.device, copy)
     exact = make_attention(choices, pools, min_streamed, trace)
     attention = with_policy(config, choices, model, exact, host_memory, verify_every=verify_every)
-    early_steps = make_early_steps(config, choices, model, attention, forward, capture)
-    why_not = why_no_early_pools(attention)
+    policy_steps = make_policy_steps(config, choices, model, attention, forward, capture)
+    why_not = why_no_policy_pools(attention)
     if why_not is not None and choices.decode_form is not DecodeForm.ORDINARY:
         why = f"steps of policy {config.policy} are launched op by op: {why_not}"
         choices = replace(choices, decode_form=DecodeForm.ORDINARY, decode_form_why=why)
     row_refusal = find_row_refusal(attention)
     if row_refusal is not None:
         choices = replace(choices, rows=None, rows_why=f"K and V are read from the blocks: {row_refusal}")
-    steps = early_steps or decode_steps
+    steps = policy_steps or decode_steps
     fallbacks = collect_fallbacks(
         config, choices, pools, None if divided is None else divided.weights, find_pin_refusals(attention)
     )

@@ -17,7 +17,7 @@ from ambidex.engine.engine import Engine
 from ambidex.engine.memory import DEFAULT_CONTEXTS
 from ambidex.runner.capture import Capture, CudaCapture
 from ambidex.runner.decode import DecodeForm
-from ambidex.runner.early_steps import EarlySteps
+from ambidex.runner.policy_steps import PolicySteps
 from ambidex.runner.runner import ModelRunner
 from arriving_requests import NUM_OUTPUTS, run
 from tiny_engine import make_engine_folder
@@ -68,10 +68,10 @@ def make_engine(
     return build_engine(EngineConfig(**common | settings), decode_form=form, capture=capture)
 
 
-def steps_of(engine: Engine) -> EarlySteps:
+def steps_of(engine: Engine) -> PolicySteps:
     runner = engine.core.executor
     assert isinstance(runner, ModelRunner)
-    assert isinstance(runner.decode_steps, EarlySteps)
+    assert isinstance(runner.decode_steps, PolicySteps)
     return runner.decode_steps
 
 

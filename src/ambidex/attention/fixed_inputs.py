@@ -1,5 +1,5 @@
 """What a step of fixed form of a policy reads of its requests, and what it counts itself, at fixed places in memory:
-`EarlyInputs`, `ChosenCounts`. What all steps read is `EarlyRows`; what else there is, ways of choosing name."""
+`FixedInputs`, `ChosenCounts`. What all steps read is `EarlyRows`; what else there is, ways of choosing name."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -18,7 +18,7 @@ _ALIGNED_COUNTS = 4
 """Of 4 bytes, likewise."""
 
 
-class EarlyInputs:
+class FixedInputs:
     """The buffers of all steps of at most `max_rows` rows; steps of different sizes share them.
 
     Args:
@@ -105,7 +105,7 @@ class ChosenCounts:
 
     Args:
         by_head: each KV head chooses its own number; else all of a request as many, which count once.
-    Others as `EarlyInputs`.
+    Others as `FixedInputs`.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""`EarlySteps`: decode steps of policies that choose keys, in a few fixed sizes (buckets), each captured once as a CUDA
-graph. How keys are chosen is the affair of the policy's way (`attention/ways/`).
+"""`PolicySteps`: decode steps of policies that choose keys, in a few fixed sizes (buckets), each captured once as a
+CUDA graph. How keys are chosen is the affair of the policy's way (`attention/ways/`).
 
 A step has this form if each request has one new token whose block lies on the accelerator
 (`attention/early_decode.py`). How many far keys there are, how many are chosen and where rows lie is read on the
@@ -26,8 +26,8 @@ import torch
 
 from ambidex.attention.decode_batch import DecodeBatch
 from ambidex.attention.decode_inputs import DecodeInputs
-from ambidex.attention.early_inputs import ChosenCounts, EarlyInputs
 from ambidex.attention.early_requests import FixedPlan
+from ambidex.attention.fixed_inputs import ChosenCounts, FixedInputs
 from ambidex.attention.fixed_scores import FixedScores
 from ambidex.attention.handover import Handover
 from ambidex.attention.hybrid import HybridAttention
@@ -65,7 +65,7 @@ _Form = tuple[int, bool, bool]
 """Rows of a step, whether keys lie in DRAM, and whether the CPU scores far ones: others launch other things."""
 
 
-class EarlySteps:
+class PolicySteps:
     """Runs decode steps in buckets.
 
     Args:
@@ -111,7 +111,7 @@ class EarlySteps:
         )
         self._batch = DecodeBatch(self._inputs, block_size=pool.spec.block_size, has_cpu_lane=self._dram is not None)
         self._way = self._early.requests.way
-        self._early_inputs = EarlyInputs(
+        self._fixed_inputs = FixedInputs(
             max_rows=max_rows,
             num_layers=spec.num_layers,
             names=self._way.names,
@@ -170,7 +170,7 @@ class EarlySteps:
         plan = self._selective.plan_fixed(requests, max_far=self._max_far)
         if plan is None:
             return None
-        self._early_inputs.send(num_rows, plan.numbers, plan.layer_numbers)
+        self._fixed_inputs.send(num_rows, plan.numbers, plan.layer_numbers)
         is_replayed = self._run(num_rows, plan)
         if is_replayed is None:
             return None
@@ -325,9 +325,9 @@ class EarlySteps:
         return self._way.attention(
             StepParts(
                 near=self._early.requests.near,
-                rows=self._early_inputs.device(num_rows),
-                own=self._early_inputs.own(num_rows),
-                of_layer=partial(self._early_inputs.of_layer, num_rows),
+                rows=self._fixed_inputs.device(num_rows),
+                own=self._fixed_inputs.own(num_rows),
+                of_layer=partial(self._fixed_inputs.of_layer, num_rows),
                 num_chosen=partial(self._chosen_counts.of_layer, num_rows),
                 exact=paged if host.keys is None else HybridAttention(paged, host.keys, None),
                 scores=host.scores,
