@@ -456,7 +456,7 @@ def test_kernels_of_fixed_steps_of_the_accelerator_alone_give_what_the_definitio
     naive, world = run_naive(tiny, case, tokens), make_lone_world(tiny, case)
     world.add("a", tokens, num_prompt=NUM_PROMPT, max_output_tokens=LIMIT)
     with ExitStack() as forced:
-        for op in ("attend_held", "add_sums", "attend_windows", "choose_pages", "attend_pages"):
+        for op in ("attend_held", "add_sums", "attend_windows", "choose_pages", "attend_pages", "sum_prompt_weights"):
             forced.enter_context(dispatch.override(op, "triton"))
         hidden = world.run("a", chunks=[NUM_PROMPT])
     assert world.num_fixed == 6

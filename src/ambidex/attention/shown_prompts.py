@@ -14,8 +14,6 @@ from ambidex.storage.kv_pool import KVPool
 
 SHOWN_QUERIES: Final = 64
 """Of a prompt that is not computed."""
-MAX_PROMPT_SCORES: Final = 1 << 24
-"""Scores of a prompt's queries that are held at once: 64 MiB in fp32."""
 
 
 class ShownPrompts:
@@ -47,12 +45,9 @@ class ShownPrompts:
             selector.add_rows(*self._as_kept(k[rows], v[rows]))
         if Need.PROMPT in needs:
             self._settle()  # the rows that were just stored are read, those in DRAM by the host
-            keys = work.context.read(KVPart.K, layer_idx, torch.float32)
-            piece = max(1, MAX_PROMPT_SCORES // (self._spec.num_q_heads * work.context.num_keys))
-            for first in range(rows.start, rows.stop, piece):
-                last = min(first + piece, rows.stop)
-                seen = keys[:, : work.num_keys(last - 1)]
-                selector.see_prompt(PromptRows(q=q[first:last].float(), k=seen, scale=self._scale))
+            shown = q[rows].to(self._policy.prompt_dtype or q.dtype)
+            keys = work.context.read(KVPart.K, layer_idx, shown.dtype)[:, : work.num_keys(rows.stop - 1)]
+            selector.see_prompt(PromptRows(q=shown, k=keys, scale=self._scale))
 
     def show_random(self, work: Work) -> None:
         """Show a prompt that is not computed, with K and V that lie in the pools, and random queries, as large as the

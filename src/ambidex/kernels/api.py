@@ -29,12 +29,14 @@ from ambidex.kernels.early_rows import (
     SumRule,
     WindowRows,
 )
+from ambidex.kernels.noise import Noise
 from ambidex.kernels.reference import activation, chosen, early, kv_store, kv_tiles, paged, quantize, rope, scanned
 from ambidex.kernels.reference import attention as reference_attention
 from ambidex.kernels.reference import held as reference_held
 from ambidex.kernels.reference import merge as reference_merge
 from ambidex.kernels.reference import norm as reference_norm
 from ambidex.kernels.reference import pages as reference_pages
+from ambidex.kernels.reference import prompt_sums as reference_prompt_sums
 from ambidex.kernels.reference import sampling as reference_sampling
 from ambidex.kernels.shapes import check_alike, check_shapes
 from ambidex.kernels.torch_ops import attention as torch_attention
@@ -619,6 +621,35 @@ def add_sums(
         triton_held.add_sums(scores, lse, rows, held_rows, rule, num_attended=num_attended, layer_idx=layer_idx)
         return
     reference_held.add_sums(scores, lse, rows, held_rows, rule, num_attended=num_attended, layer_idx=layer_idx)
+
+
+def sum_prompt_weights(q: Tensor, k: Tensor, *, scale: float, noise: Noise | None = None) -> Tensor:
+    """What each key gets of consecutive queries of a prompt: the sum of softmax(q·k · scale) over the queries that see
+    it, and over the query heads that share its KV head; with noise of softmax((q·k · scale + ζ) / tau).
+
+    Args:
+        q: [n, Hq, D], n ≥ 1, rotated; query head h reads KV head h // (Hq / Hkv).
+        k: [Hkv, S, D] in the dtype of q, S ≥ n: the keys up to that of the last query; the last n are the queries' own.
+            Products of 16-bit numbers are exact, and added up in fp32.
+        scale: factor of q·k.
+        noise: of queries at the positions S − n … S − 1; None: there is none.
+    Returns:
+        [Hkv, S] fp32.
+    Raises:
+        ShapeError: shapes, dtypes or devices do not fit, or there are more queries than keys.
+    Cost: with Triton makes all visible scores twice, in two launches, and sums over heads in one more; holds none of
+        them, but a number for each query and head, and for each key and head. See `triton/prompt_sums.py`.
+    """
+    check_shapes(q=(q, "n Hq D"), k=(k, "Hkv S D"))
+    check_alike(q=q, k=k)
+    _check_groups("q", q, k)
+    if not 0 < len(q) <= k.shape[1]:
+        raise ShapeError(f"q: expected 1 … {k.shape[1]} queries, as many as there are keys at most, got {len(q)}")
+    if choose("sum_prompt_weights", q.device.type).name == "triton":
+        from ambidex.kernels.triton import prompt_sums as triton_prompt_sums
+
+        return triton_prompt_sums.sum_prompt_weights(q, k, scale=scale, noise=noise)
+    return reference_prompt_sums.sum_prompt_weights(q, k, scale=scale, noise=noise)
 
 
 def merge_states(

@@ -34,6 +34,7 @@ IMPLEMENTATIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "layer_norm": ("reference", "torch"),
     "rotate_and_store": ("reference", "triton"),
     "silu_mul": ("reference", "native", "triton"),
+    "sum_prompt_weights": ("reference", "triton"),
     "likeliest": ("reference", "native"),
     "predict_far": ("reference", "triton"),
     "fetch_blocks": ("reference", "triton"),

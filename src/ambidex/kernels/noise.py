@@ -1,11 +1,20 @@
 """Gumbel noise that is a hash of a seed, a query's position, its head and the key: the same on every device."""
 
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
 _MASK: Final = 2**32 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """What scores s are turned to before a softmax: (s + ζ) / tau, ζ being `gumbel_noise` of the seed."""
+
+    seed: int
+    tau: float
 
 
 def seed_words(seed: int) -> tuple[int, int]:
@@ -21,6 +30,11 @@ def gumbel_noise(layer_seed: int, positions: Tensor, num_heads: int, num_keys: i
         layer_seed: any number; noise of different ones has nothing in common.
         positions: [n] int64, of the queries.
     """
+    return uniform_noise(layer_seed, positions, num_heads, num_keys).log_().neg_().log_().neg_()
+
+
+def uniform_noise(layer_seed: int, positions: Tensor, num_heads: int, num_keys: int) -> Tensor:
+    """What `gumbel_noise` is −log(−log(u)) of: above 0 and below 1, and exact."""
     device = positions.device
     low, high = seed_words(layer_seed)
     heads = torch.arange(num_heads, device=device)[:, None]
@@ -28,8 +42,7 @@ def gumbel_noise(layer_seed: int, positions: Tensor, num_heads: int, num_keys: i
     first = hash_(hash_(positions ^ low) ^ heads)[:, :, None]
     second = hash_(hash_(heads ^ high) ^ positions)[:, :, None]
     bits = hash_(hash_(torch.arange(num_keys, device=device) ^ first) ^ second)  # [Hq, n, S]
-    uniform = (bits >> 9).float().add_(0.5).mul_(2.0**-23)  # above 0 and below 1, and exact
-    return uniform.log_().neg_().log_().neg_()
+    return (bits >> 9).float().add_(0.5).mul_(2.0**-23)
 
 
 def hash_(words: Tensor) -> Tensor:

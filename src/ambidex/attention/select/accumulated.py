@@ -27,7 +27,9 @@ from ambidex.attention.select.policy import (
 )
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.policy import PolicySettings
+from ambidex.kernels import api
 from ambidex.kernels.early_rows import SumRule
+from ambidex.kernels.noise import Noise, gumbel_noise
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +59,7 @@ class BudgetPolicy(Policy):
     """A policy that keeps so many keys, a percentage of which are the newest."""
 
     needs = frozenset({Need.PROMPT, Need.PROBS})
+    prompt_dtype = None
 
     def __init__(self, settings: PolicySettings, spec: ModelSpec) -> None:
         super().__init__(settings, spec)
@@ -148,23 +151,26 @@ class Accumulated(Selector):
         own._sums = own._sums.clone()
         return own
 
-    def weigh(self, probs: Tensor) -> Tensor:
-        """What a query adds to the sums: its probabilities, unless a policy has it otherwise.
-
-        Args:
-            probs: [Hq, n, S] of n consecutive queries, the last of which sees all S keys.
-        """
-        return probs
+    def noise_of(self, num_keys: int) -> Noise | None:
+        """What the scores of a query that sees so many keys are turned to for the sums; None: nothing is done."""
+        del num_keys
+        return None
 
     def see_prompt(self, rows: PromptRows) -> None:
-        self._add(rows.scores().softmax(-1))
+        self._add(api.sum_prompt_weights(rows.q, rows.k, scale=rows.scale, noise=self.noise_of(rows.k.shape[1])))
 
     def attended(self, probs: Tensor) -> None:
-        self._add(probs[:, None])
+        num_heads, num_keys = probs.shape
+        noise = self.noise_of(num_keys)
+        if noise is not None:
+            position = torch.tensor([num_keys - 1], device=probs.device)
+            gumbel = gumbel_noise(noise.seed, position, num_heads, num_keys)[:, 0]
+            # log p differs from the score by the same number for all keys, which a softmax does not see.
+            probs = ((probs.log() + gumbel) / noise.tau).softmax(-1)
+        self._add(sum_groups(probs, self._num_kv_heads))
 
-    def _add(self, probs: Tensor) -> None:
-        """Add to the sums; keys that came since have none yet."""
-        sums = sum_groups(self.weigh(probs).sum(1), self._num_kv_heads)
+    def _add(self, sums: Tensor) -> None:
+        """Add [Hkv, S] to the sums; keys that came since have none yet."""
         self._sums = sums if self._sums is None else pad_keys(self._sums, sums.shape[1]) + sums
 
     def _present(self, num_keys: int) -> tuple[Tensor, Tensor]:

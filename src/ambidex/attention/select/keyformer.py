@@ -16,21 +16,14 @@ cut, nor on the device. Positions are the original ones, as in their main progra
 
 from typing import Final
 
-import torch
-from torch import Tensor
-
 from ambidex.attention.select.accumulated import BudgetPolicy, NewestAndBest, SumPlan
 from ambidex.attention.select.policy import PolicyRequest, Selector
 from ambidex.core.model_spec import ModelSpec
 from ambidex.core.policy import PolicySettings
 from ambidex.kernels.early_rows import SumRule
-from ambidex.kernels.noise import gumbel_noise
+from ambidex.kernels.noise import Noise
 
 TAU_STEP_WITHOUT_LIMIT: Final = 0.01
-MAX_NUMBERS: Final = 1 << 21
-"""Of noise that are made at once, in words of 8 bytes: 16 MiB, and as much beside them."""
-MAX_NUMBERS_ON_GPU: Final = 1 << 24
-"""The same on a GPU, which some 20 launches for two queries of a long prompt would keep waiting."""
 
 
 class Keyformer(BudgetPolicy):
@@ -75,19 +68,8 @@ class _Noisy(NewestAndBest):
         self._tau_step = tau_step
         self._noise_seed = noise_seed
 
-    def weigh(self, probs: Tensor) -> Tensor:
-        num_heads, num_queries, num_keys = probs.shape
-        first = num_keys - num_queries
-        positions = torch.arange(first, num_keys, device=probs.device)
-        noise = torch.empty(probs.shape, device=probs.device)
-        max_numbers = MAX_NUMBERS_ON_GPU if probs.device.type == "cuda" else MAX_NUMBERS
-        most = max(1, max_numbers // (num_heads * num_keys))
-        for row in range(0, num_queries, most):
-            some = slice(row, row + most)
-            noise[:, some] = gumbel_noise(self._noise_seed, positions[some], num_heads, num_keys)
-        tau = self._tau_of(num_keys)
-        # log p differs from x by the same number for all keys of a query, which a softmax does not see.
-        return ((probs.log() + noise) / tau).softmax(-1)
+    def noise_of(self, num_keys: int) -> Noise:
+        return Noise(self._noise_seed, self._tau_of(num_keys))
 
     @property
     def rule(self) -> SumRule:

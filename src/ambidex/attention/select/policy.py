@@ -62,19 +62,13 @@ class PolicyRequest:
 class PromptRows:
     """Queries of consecutive tokens of a prompt, and the keys up to the last of them.
 
-    `q` [n, Hq, D], rotated; `k` [Hkv, S, D], positions 0 … S − 1, the last n of them the queries' own. Both fp32.
+    `q` [n, Hq, D], rotated; `k` [Hkv, S, D], positions 0 … S − 1, the last n of them the queries' own. Both in the
+    policy's `prompt_dtype`.
     """
 
     q: Tensor
     k: Tensor
     scale: float
-
-    def scores(self) -> Tensor:
-        """[Hq, n, S] fp32, −inf where a key comes after the query."""
-        num_queries, num_keys = len(self.q), self.k.shape[1]
-        scores = group_scores(self.q, self.k, self.scale)
-        visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=self.q.device)
-        return scores.masked_fill(~visible.tril(num_keys - num_queries), -torch.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,12 +207,14 @@ class Policy(ABC):
         positions: where selected keys stand.
         dtype: the format in which scores are computed and values are added up.
         first_layer: that chooses; in those before it all keys are attended.
+        prompt_dtype: of `PromptRows`; None: that of the model's queries.
     """
 
     needs: frozenset[Need] = frozenset()
     positions: ClassVar[Positions] = Positions.ORIGINAL
     dtype: ClassVar[torch.dtype] = torch.float32
     first_layer: int = 0
+    prompt_dtype: ClassVar[torch.dtype | None] = torch.float32
 
     def __init__(self, settings: PolicySettings, spec: ModelSpec) -> None:
         self.settings = settings

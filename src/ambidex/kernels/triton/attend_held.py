@@ -24,32 +24,17 @@ from ambidex.kernels.noise import seed_words
 from ambidex.kernels.triton.attend_early import launch_attention
 from ambidex.kernels.triton.attend_paged import _num_multiprocessors, choose_num_splits
 from ambidex.kernels.triton.near_and_far import split_tiles
+from ambidex.kernels.triton.noise import noise_uniform, noise_words
 
 _SUMMED_KEYS: Final = 512
 """Keys of a tile whose sums grow: with a group of 4 and 128 threads, 16 scores of each thread."""
 
 
 @triton.jit
-def _hash(words):
-    """See `kernels.noise.hash_`; products of 32-bit words wrap as those do that are cut to 32 bits."""
-    words ^= words >> 16
-    words *= 0x21F0AAAD
-    words ^= words >> 15
-    words *= 0x735A2D97
-    words ^= words >> 15
-    return words
-
-
-@triton.jit
 def _noise(position, heads, keys, noise_low, noise_high):
     """Gumbel noise of a query's heads [G] for keys [BLOCK]; see `kernels.noise.gumbel_noise`."""
-    position = (heads * 0 + position).to(tl.uint32)
-    heads = heads.to(tl.uint32)
-    first = _hash(_hash(position ^ noise_low.to(tl.uint32)) ^ heads)
-    second = _hash(_hash(heads ^ noise_high.to(tl.uint32)) ^ position)
-    bits = _hash(_hash(keys.to(tl.uint32)[None, :] ^ first[:, None]) ^ second[:, None])
-    uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23
-    return -tl.log(-tl.log(uniform))
+    first, second = noise_words(heads * 0 + position, heads, noise_low, noise_high)
+    return -tl.log(-tl.log(noise_uniform(keys[None, :], first[:, None], second[:, None])))
 
 
 @triton.jit
