@@ -45,19 +45,31 @@ class ContextRows:
             for tier, chosen in chosen_of.items()
             if chosen.any()
         }
+        self._ids: dict[Tier, Tensor] = {}  # of blocks that were read, where they are asked for
+
+    @property
+    def is_read_by_host(self) -> bool:
+        """Whether the host reads some of the rows, so that new ones must be waited for before `read`."""
+        return not all(self._pools[tier].is_read_by(self._device) for tier in self._parts)
 
     def read(self, part: KVPart, layer_idx: int, dtype: torch.dtype) -> Tensor:
         """K or V of all positions, [Hkv, S, D] on the accelerator."""
         rows = None
         for tier, (ids, positions) in self._parts.items():
-            found = self._read_tier(part, layer_idx, tier, ids, len(positions), dtype)
+            pool = self._pools[tier]
+            if tier not in self._ids:
+                self._ids[tier] = ids.to(self._device if pool.is_read_by(self._device) else pool.device)
+            with pool.reading(part, layer_idx, ids, rows_per_block=self._num_kv_heads * len(positions) / len(ids)):
+                found = pool.bring_rows(
+                    part, layer_idx, self._ids[tier], num_keys=len(positions), dtype=dtype, device=self._device
+                )
             if len(self._parts) == 1:
-                return found.to(self._device)
+                return found
             if rows is None:
                 rows = torch.empty(
                     (found.shape[0], self.num_keys, found.shape[2]), dtype=dtype, device=self._device
                 )  # [Hkv, S, D]
-            rows[:, positions] = found.to(self._device)
+            rows[:, positions] = found
         assert rows is not None, "a request that attends has at least its own key"
         return rows
 
@@ -102,13 +114,6 @@ class ContextRows:
             is_wanted = (places + size > first) & (places < end)
             if bool(is_wanted.any()):
                 self._pools[tier].copy_rows(part, ids[is_wanted], places[is_wanted] - first, to)
-
-    def _read_tier(
-        self, part: KVPart, layer_idx: int, tier: Tier, ids: Tensor, num_keys: int, dtype: torch.dtype
-    ) -> Tensor:
-        pool = self._pools[tier]
-        with pool.reading(part, layer_idx, ids, rows_per_block=self._num_kv_heads * num_keys / len(ids)):
-            return pool.read_rows(part, layer_idx, ids.to(pool.device), num_keys=num_keys, dtype=dtype)
 
     def _tiers_of(self, flat: Tensor) -> list[tuple[Tier, Tensor | None]]:
         """The tiers of some positions, each with the mask of those that lie there; None: all."""

@@ -80,7 +80,7 @@ class SelectiveAttention:
         self._queries = DecodeQueries(
             policy, spec, self._rows, device=self._device, verify_every=verify_every, watch=watch
         )
-        self._prompts = ShownPrompts(policy, spec, exact.pools[Tier.GPU], self.settle)
+        self._prompts = ShownPrompts(policy, spec, exact.pools[Tier.GPU], order=exact.settle, settle=self.settle)
         self.begin(())
 
     @property

@@ -22,13 +22,23 @@ class ShownPrompts:
     Args:
         spec: heads and head_dim (the scale is head_dim ** -0.5).
         pool: the accelerator's, whose format rows are kept in.
-        settle: waits for rows that were just stored.
+        order: has what the accelerator is given next find the rows that were just stored.
+        settle: waits for them, so that the host finds them, too.
     """
 
-    def __init__(self, policy: Policy, spec: ModelSpec, pool: KVPool, settle: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        spec: ModelSpec,
+        pool: KVPool,
+        *,
+        order: Callable[[], None],
+        settle: Callable[[], None],
+    ) -> None:
         self._policy = policy
         self._spec = spec
         self._pool = pool
+        self._order = order
         self._settle = settle
         self._scale = spec.head_dim**-0.5
 
@@ -44,7 +54,10 @@ class ShownPrompts:
         if Need.ROWS in needs:
             selector.add_rows(*self._as_kept(k[rows], v[rows]))
         if Need.PROMPT in needs:
-            self._settle()  # the rows that were just stored are read, those in DRAM by the host
+            if work.context.is_read_by_host:
+                self._settle()
+            else:
+                self._order()
             shown = q[rows].to(self._policy.prompt_dtype or q.dtype)
             keys = work.context.read(KVPart.K, layer_idx, shown.dtype)[:, : work.num_keys(rows.stop - 1)]
             selector.see_prompt(PromptRows(q=shown, k=keys, scale=self._scale))

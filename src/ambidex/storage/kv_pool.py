@@ -138,6 +138,28 @@ class KVPool(ABC):
         Cost: copies the rows, twice where the dtype is not the pool's.
         """
 
+    def is_read_by(self, device: torch.device) -> bool:
+        """Whether the device itself brings this pool's rows, in the order of what it is given; else the host does."""
+        return self.device == device
+
+    def bring_rows(
+        self,
+        part: KVPart,
+        layer_idx: int,
+        block_ids: Tensor,
+        *,
+        num_keys: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """`read_rows` for a device: [Hkv, num_keys, D] there.
+
+        Args:
+            block_ids: [n] int64, on the device if it reads this pool (`is_read_by`), else on the pool's.
+        Cost: as `read_rows`; if the host reads, the device waits for it, and new rows must be waited for before.
+        """
+        return self.read_rows(part, layer_idx, block_ids, num_keys=num_keys, dtype=dtype).to(device)
+
     @abstractmethod
     def copy_rows(self, part: KVPart, block_ids: Tensor, places: Tensor, to: Tensor) -> None:
         """Copy rows of K or V of blocks of all layers into host memory.

@@ -85,7 +85,10 @@ class RowFormat:
 
     def block_scales(self, scales: Tensor, block_ids: Tensor) -> Tensor:
         """Scales of all rows of blocks of one layer side by side: [Hkv, n · P] or [Hkv, n · P, W]."""
-        taken = scales[:, block_ids]
+        return self.join_scales(scales[:, block_ids])
+
+    def join_scales(self, taken: Tensor) -> Tensor:
+        """Scales of blocks [Hkv, n, …] by row: [Hkv, n · P] or [Hkv, n · P, W]."""
         return taken.transpose(2, 3).flatten(1, 2) if self.dtype is DType.INT4 else taken.flatten(1, 2)
 
     def scales_of_block(self, scales: Tensor, block_id: int) -> Tensor:

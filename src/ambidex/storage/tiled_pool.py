@@ -119,6 +119,38 @@ class TiledKVPool(KVPool):
             with self.reading(part, layer_idx, block_ids, rows_per_block=len(rows) * num / max(1, len(block_ids))):
                 self.native.copy_rows(part.value, self.layer(layer_idx)[is_v], block_ids, places, rows)
 
+    def is_read_by(self, device: torch.device) -> bool:
+        """See `KVPool`. Emulated memory is the host's, whose clock tells how long a read must take."""
+        return super().is_read_by(device) or (self.slow is None and self.is_within_reach(device))
+
+    def bring_rows(
+        self,
+        part: KVPart,
+        layer_idx: int,
+        block_ids: Tensor,
+        *,
+        num_keys: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        if device.type == "cpu" or not self.is_read_by(device):
+            return super().bring_rows(part, layer_idx, block_ids, num_keys=num_keys, dtype=dtype, device=device)
+        return self.fetch_rows(part, layer_idx, block_ids, num_keys=num_keys, dtype=dtype)
+
+    def fetch_rows(
+        self, part: KVPart, layer_idx: int, block_ids: Tensor, *, num_keys: int, dtype: torch.dtype
+    ) -> Tensor:
+        """`read_rows` by the device that reaches this pool and holds `block_ids`; the rows lie there.
+
+        Cost: reads the blocks over the link as they are, and turns them into rows behind it; the host does not wait.
+        """
+        rows, is_v = self.formats[part], part is KVPart.V
+        unpack = kv_tiles.unpack_v if is_v else kv_tiles.unpack_k
+        stored = unpack(_fetch(self.layer(layer_idx)[is_v], block_ids), rows.stored_dim).flatten(1, 2)[:, :num_keys]
+        scales = self.scales(layer_idx)[is_v]
+        fetched = None if scales is None else rows.join_scales(_fetch(scales, block_ids))[:, :num_keys]
+        return rows.decode(stored, fetched, dtype)
+
     def read_block(self, block_id: int) -> tuple[Tensor, Tensor]:
         k, v = (self._read_block(part, block_id) for part in KVPart)
         return k, v
@@ -179,3 +211,12 @@ class TiledKVPool(KVPool):
         if scales is None:
             return stored
         return rows.decode(stored, rows.scales_of_block(scales, block_id), torch.float32)
+
+
+def _fetch(pool: Tensor, block_ids: Tensor) -> Tensor:
+    """Blocks of one layer [Hkv, N, …] where the ids lie: [Hkv, n, …]."""
+    shape = (pool.shape[0], len(block_ids), *pool.shape[2:])
+    blocks = torch.empty(shape, dtype=pool.dtype, device=block_ids.device)
+    records = [part if part.dim() == 4 else part[..., None] for part in (pool, blocks)]  # scales are one word a row
+    tiles.fetch_blocks(records[0], block_ids, records[1])
+    return blocks

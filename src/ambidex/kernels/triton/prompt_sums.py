@@ -12,11 +12,12 @@ queries of one head sees, one of the second over the queries that see a tile of 
 not masked, those that nobody sees are left out. Sums are added up in one order whatever runs beside them: by tile of
 queries, then over the heads of a group.
 
-The floor: n queries over S keys, of which they see p pairs (n · S / 2 where n = S), cost each kernel 2 · p · D · Hq
-operations of matrix units and p · Hq exponentials. With D = 128 an H200, which makes 16 exponentials a cycle and
-multiprocessor where its matrix units make 4,096 operations in 16 bits, needs as long for either: 19 ns for a thousand
-queries, a thousand keys and one head, in both kernels together if neither waits for the other. With noise the hash is
-longer than both: some 40 instructions a pair, of which 128 are issued a cycle and multiprocessor.
+The floor: n queries that see p pairs of query and key (n · S / 2 where n = S) cost each kernel 2 · p · D · Hq
+operations of matrix units and p · Hq exponentials. With D = 128 an H200, whose multiprocessors make 16 exponentials a
+cycle and 4,096 operations in 16 bits, needs as long for either: 37 ms for a prompt of 16K tokens, 32 heads and 32
+layers, in both kernels twice that, if neither unit waits for the other. With noise instructions are the limit, of which
+128 are issued a cycle: as compiled some 95 a pair, half of them in two logarithms and a third in hashes, 0.45 s in each
+kernel for such a prompt.
 """
 
 from typing import Final, NamedTuple
